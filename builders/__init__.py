@@ -1,0 +1,1 @@
+"""The model builder: Hugging Face checkpoint -> rank checkpoint -> network with plugin nodes -> engine."""

@@ -1,0 +1,1 @@
+"""Reading Hugging Face folders and writing rank checkpoints."""

@@ -1,0 +1,1 @@
+"""Torch modules of the layers, with explicit state arguments."""

@@ -1,0 +1,1 @@
+"""Whole models, composed of layers; parameter names are the rank checkpoint's keys."""

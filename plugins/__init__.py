@@ -1,0 +1,1 @@
+"""CUDA kernels, their NVRTC build, and the C++ TensorRT plugins around them."""

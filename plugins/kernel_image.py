@@ -1,0 +1,102 @@
+"""The kernel image: compiled kernels and their launch table as one block of bytes.
+
+A plugin carries one in its ``kernels`` field, hence inside the engine; ``plugins/cpp/kernel_image.h`` reads it. All
+integers are little-endian.
+
+    header   magic "RSSMKIMG", uint32 version, uint32 entry count
+    entry    char[32] role, char[64] symbol, int32 compute capability (10 * major + minor),
+             int32 is_exact (1: runs on that capability alone, as sm_90a; 0: also on later minors of the same major),
+             int32 grid_x, int32 block_x, int32 dynamic_shared_bytes, int32 reserved, uint64 cubin offset from the
+             image's start, uint64 cubin bytes
+    cubins   entries may share one
+
+A kernel is launched with grid (grid_x, rows of the step, 1) and block (block_x, 1, 1); its single argument is the
+``Params`` struct of its folder. Roles: "step" (window of at most 1 + max_draft_len tokens), "prefill" (longer).
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trtllm_replayssm.errors import BuildError
+
+MAGIC = b"RSSMKIMG"
+VERSION = 1
+_HEADER = struct.Struct("<8sII")
+_ENTRY = struct.Struct("<32s64siiiiiiQQ")
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """One launchable kernel for one architecture."""
+
+    role: str
+    symbol: str
+    compute_capability: int
+    is_exact: bool
+    grid_x: int
+    block_x: int
+    dynamic_shared_bytes: int
+    cubin: bytes
+
+
+def pack(entries: Sequence[KernelEntry]) -> bytes:
+    """Serialise entries; equal cubins are stored once."""
+    offset = _HEADER.size + _ENTRY.size * len(entries)
+    offsets: dict[bytes, int] = {}
+    for entry in entries:
+        if entry.cubin not in offsets:
+            offsets[entry.cubin] = offset
+            offset += len(entry.cubin)
+    table = b"".join(
+        _ENTRY.pack(
+            entry.role.encode(),
+            entry.symbol.encode(),
+            entry.compute_capability,
+            int(entry.is_exact),
+            entry.grid_x,
+            entry.block_x,
+            entry.dynamic_shared_bytes,
+            0,
+            offsets[entry.cubin],
+            len(entry.cubin),
+        )
+        for entry in entries
+    )
+    return _HEADER.pack(MAGIC, VERSION, len(entries)) + table + b"".join(offsets)
+
+
+def unpack(image: bytes) -> tuple[KernelEntry, ...]:
+    """Read an image back.
+
+    Raises:
+        BuildError: not an image, another version, or truncated.
+    """
+    if len(image) < _HEADER.size:
+        raise BuildError(f"kernel image: found {len(image)} bytes; needed at least {_HEADER.size}.")
+    magic, version, count = _HEADER.unpack_from(image)
+    if magic != MAGIC or version != VERSION:
+        raise BuildError(
+            f"kernel image: found magic {magic!r}, version {version}; needed {MAGIC!r}, version {VERSION}."
+        )
+    if len(image) < _HEADER.size + count * _ENTRY.size:
+        raise BuildError(f"kernel image: found {len(image)} bytes; the table of {count} entries alone is longer.")
+    return tuple(_read_entry(image, index) for index in range(count))
+
+
+def _read_entry(image: bytes, index: int) -> KernelEntry:
+    role, symbol, capability, exact, grid, block, shared, _, offset, size = _ENTRY.unpack_from(
+        image, _HEADER.size + index * _ENTRY.size
+    )
+    if offset + size > len(image):
+        raise BuildError(f"kernel image: entry {index} ends at byte {offset + size}; the image has {len(image)}.")
+    return KernelEntry(
+        role=role.rstrip(b"\0").decode(),
+        symbol=symbol.rstrip(b"\0").decode(),
+        compute_capability=capability,
+        is_exact=bool(exact),
+        grid_x=grid,
+        block_x=block,
+        dynamic_shared_bytes=shared,
+        cubin=image[offset : offset + size],
+    )

@@ -1,0 +1,109 @@
+"""What a user sets: sampling, replay and speculation. Frozen; an unknown key is an error."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract.geometry import Frozen, StateDtype
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class ReplayConfig(Frozen):
+    """How recurrent layers keep their state.
+
+    Attributes:
+        history: most pending tokens of a slot before its checkpoint is written; at least 1 + max_draft_len.
+        state_dtype: type of the checkpoint in memory.
+        enabled: False runs the conventional decode for comparison: the state is rewritten for every token and, with
+            speculation, a state snapshot is kept per window token. The torch executor alone has it.
+    """
+
+    history: PositiveInt = 16
+    state_dtype: StateDtype = "float32"
+    enabled: bool = True
+
+
+class NGramDecodingConfig(Frozen):
+    """Prompt-lookup drafts: continue the latest earlier occurrence of the sequence's last tokens.
+
+    Attributes:
+        max_draft_len: most draft tokens of a step.
+        max_matching_ngram_size: longest suffix to look up; shorter ones are tried next, down to one token.
+    """
+
+    max_draft_len: PositiveInt = 4
+    max_matching_ngram_size: PositiveInt = 3
+
+
+SpeculativeConfig = NGramDecodingConfig
+
+
+class SamplingParams(Frozen):
+    """How the tokens of one request are chosen and when it ends.
+
+    Attributes:
+        max_tokens: most tokens to generate.
+        min_tokens: no end token or stop string ends the request before so many tokens.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the fewest most likely tokens whose probability reaches top_p.
+        seed: of this request's random numbers; None takes one from the operating system.
+        stop: strings that end the request; the text is cut before the first of them.
+        stop_token_ids: tokens that end the request; they stay out of the text.
+        end_id: the end token, when it is not the model's own.
+        ignore_eos: do not end at the end token.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_tokens: PositiveInt = 32
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    end_id: int | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_more_strings(cls, value: object) -> object:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("stop: found an empty string; it would end every request at once")
+        return value
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: object) -> object:
+        return () if value is None else value
+
+    @model_validator(mode="after")
+    def _min_at_most_max(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens: found {self.min_tokens}; needed at most max_tokens ({self.max_tokens})")
+        return self
+
+
+def max_draft_len(speculative: SpeculativeConfig | None) -> int:
+    """Return the most draft tokens of a step; 0 without speculation."""
+    return 0 if speculative is None else speculative.max_draft_len
+
+
+def check_replay(replay: ReplayConfig, speculative: SpeculativeConfig | None) -> None:
+    """Refuse a history shorter than the speculative window.
+
+    Raises:
+        ConfigError: history < 1 + max_draft_len.
+    """
+    protocol.check_history(replay.history, max_draft_len(speculative))

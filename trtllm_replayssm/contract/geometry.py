@@ -1,0 +1,158 @@
+"""Small frozen descriptions of a model's shapes, and of how an engine replays it."""
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from trtllm_replayssm.contract import protocol
+
+ActivationDtype = Literal["float32", "float16", "bfloat16"]
+StateDtype = Literal["float32", "float16", "bfloat16"]
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int8": 1}
+
+
+class Frozen(BaseModel):
+    """A value: immutable, compared by content, an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LayerType(StrEnum):
+    """What a residual layer holds; the value is what a rank checkpoint's ``layer_types`` lists."""
+
+    MAMBA2 = "mamba2"
+    ATTENTION = "attention"
+    MLP = "mlp"
+
+
+class Mamba2Geometry(Frozen):
+    """A Mamba-2 mixer: ``in_proj`` packs [z, x, B, C, dt]; the convolution runs over x|B|C."""
+
+    n_heads: int
+    head_dim: int
+    d_state: int
+    n_groups: int
+    d_conv: int
+
+    @property
+    def d_inner(self) -> int:
+        """Width of x, y and the gate z."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the causal convolution: x, B and C side by side."""
+        return self.d_inner + 2 * self.n_groups * self.d_state
+
+    @property
+    def d_in_proj(self) -> int:
+        """Rows of ``in_proj.weight``."""
+        return self.d_inner + self.conv_dim + self.n_heads
+
+
+class AttentionGeometry(Frozen):
+    """Grouped-query attention without positional encoding."""
+
+    n_query_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+
+class MlpGeometry(Frozen):
+    """An ungated two-matrix MLP."""
+
+    d_ff: int
+    activation: Literal["relu2"]
+
+
+class ModelGeometry(Frozen):
+    """Everything about a model's shape that builders, runtime and serving need."""
+
+    architecture: Literal["NemotronHForCausalLM"]
+    dtype: ActivationDtype
+    vocab_size: int
+    d_model: int
+    layer_types: tuple[LayerType, ...]
+    norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    mamba2: Mamba2Geometry | None
+    attention: AttentionGeometry | None
+    mlp: MlpGeometry | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+
+    def layers_of(self, layer_type: LayerType) -> tuple[int, ...]:
+        """Return the indices of the layers of one type, ascending."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind is layer_type)
+
+
+class ReplayGeometry(Frozen):
+    """How recurrent layers are replayed: the constants an engine is built with.
+
+    Attributes:
+        history: most pending rows W.
+        max_draft_len: most draft tokens of a window, T - 1.
+        state_dtype: type of the checkpoint in memory.
+    """
+
+    history: int = 16
+    max_draft_len: int = 0
+    state_dtype: StateDtype = "float32"
+
+    @model_validator(mode="after")
+    def _check(self) -> "ReplayGeometry":
+        protocol.check_history(self.history, self.max_draft_len)
+        return self
+
+    @property
+    def window(self) -> int:
+        """T, the most tokens of a decode or verification window."""
+        return protocol.window_length(self.max_draft_len)
+
+    @property
+    def ring_rows(self) -> int:
+        """R, the rows of every ring but the convolution's."""
+        return protocol.min_ring_rows(self.history, self.max_draft_len)
+
+    def conv_ring_rows(self, d_conv: int) -> int:
+        """Rows of the convolution ring."""
+        return protocol.min_conv_ring_rows(d_conv, self.max_draft_len)
+
+
+class EngineLimits(Frozen):
+    """What an engine accepts, in TensorRT-LLM's words.
+
+    Attributes:
+        max_batch_size: slots, and rows of a decode step.
+        max_input_len: tokens of the longest prompt.
+        max_seq_len: tokens of the longest sequence, prompt and generation together.
+        max_num_tokens: tokens of the longest prefill window; longer prompts run in several.
+    """
+
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_num_tokens: int
+
+    @model_validator(mode="after")
+    def _check(self) -> "EngineLimits":
+        for name, value in self.model_dump().items():
+            if value < 1:
+                raise ValueError(f"{name}: found {value}; needed 1 or more")
+        if self.max_input_len > self.max_seq_len:
+            raise ValueError(
+                f"max_input_len: found {self.max_input_len}; needed at most max_seq_len ({self.max_seq_len})"
+            )
+        if self.max_num_tokens > self.max_input_len:
+            raise ValueError(
+                f"max_num_tokens: found {self.max_num_tokens}; needed at most max_input_len ({self.max_input_len})"
+            )
+        return self
+
+    def kv_capacity(self, window: int) -> int:
+        """Rows of a key/value cache: the last window may reach past max_seq_len, and its rejected rows are written."""
+        return self.max_seq_len + window - 1

@@ -1,0 +1,69 @@
+"""Inputs, outputs, aliases and fields of the TensorRT plugins, in order.
+
+The C++ creators, the ONNX nodes and the tests are held to these tables.
+"""
+
+from dataclasses import dataclass
+
+PLUGIN_NAMESPACE = "trtllm_replayssm"
+PLUGIN_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class PluginIO:
+    """One plugin.
+
+    Attributes:
+        op_type: creator name and ONNX op_type.
+        inputs: names of the inputs, in order.
+        outputs: names of the outputs, in order.
+        aliases: output index -> index of the input that it shares an address with.
+        int_fields: names of the kINT32 fields (one value each). Every plugin also has ``kernels``, kINT8: a
+            kernel image (``plugins.kernel_image``).
+    """
+
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    aliases: dict[int, int]
+    int_fields: tuple[str, ...]
+
+
+CAUSAL_CONV1D = PluginIO(
+    op_type="ReplayCausalConv1d",
+    inputs=("x", "weight", "bias", "conv_ring", "past_lengths", "num_tokens", "slot_ids"),
+    outputs=("y", "conv_ring"),
+    aliases={1: 3},
+    int_fields=("activation",),
+)
+"""x [B,S,D]; weight [D,K]; bias [D]; conv_ring [slots,R_conv,D]; lengths and ids int32 [B].
+activation: 0 none, 1 silu."""
+
+MAMBA2 = PluginIO(
+    op_type="ReplayMamba2",
+    inputs=(
+        "x",
+        "dt",
+        "B",
+        "C",
+        "A",
+        "D",
+        "dt_bias",
+        "ssm_state",
+        "x_ring",
+        "B_ring",
+        "dt_ring",
+        "past_lengths",
+        "checkpoint_lengths",
+        "num_tokens",
+        "slot_ids",
+    ),
+    outputs=("y", "ssm_state", "x_ring", "B_ring", "dt_ring"),
+    aliases={1: 7, 2: 8, 3: 9, 4: 10},
+    int_fields=("history", "max_draft_len"),
+)
+"""x, y [B,S,H,P]; dt [B,S,H]; B, C [B,S,G,N]; A, D, dt_bias [H] fp32; ssm_state [slots,H,P,N]; x_ring [slots,R,H,P];
+B_ring [slots,R,G,N]; dt_ring [slots,R,H] fp32; lengths and ids int32 [B]. x, dt, B, C, y and the x and B rings have the
+activation type."""
+
+PLUGINS = (CAUSAL_CONV1D, MAMBA2)

@@ -1,0 +1,139 @@
+"""Names, types and shapes of everything that goes in and out of a model's step: one list, read by all floors.
+
+Symbols: ``B`` rows of the step, ``S`` window tokens, ``J`` logit positions, ``slots`` rows of the state pools.
+Key/value caches have one row per *row of the step* (TensorRT's linear cache update writes cache row i for batch row
+i); every other state has one row per slot and is addressed through ``slot_ids``.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trtllm_replayssm.contract.geometry import EngineLimits, LayerType, ModelGeometry, ReplayGeometry
+
+Dim = int | str
+Role = Literal["step", "state", "weight", "result"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One engine tensor.
+
+    Attributes:
+        name: binding name; a state's is without its ``past_`` / ``present_`` prefix.
+        dtype: "float32", "float16", "bfloat16" or "int32".
+        shape: ints, or the symbols above.
+        role: "step" inputs, "state" bound in and out at one address, "weight" inputs, "result" outputs.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    role: Role
+
+    @property
+    def past_name(self) -> str:
+        """The input binding of a state."""
+        return f"past_{self.name}"
+
+    @property
+    def present_name(self) -> str:
+        """The output binding of a state; it has the address of ``past_name``."""
+        return f"present_{self.name}"
+
+
+def step_specs() -> tuple[TensorSpec, ...]:
+    """Return the inputs that change with every step, in the order of the network."""
+    return (
+        TensorSpec("input_ids", "int32", ("B", "S"), "step"),
+        TensorSpec("past_lengths", "int32", ("B",), "step"),
+        TensorSpec("checkpoint_lengths", "int32", ("B",), "step"),
+        TensorSpec("num_tokens", "int32", ("B",), "step"),
+        TensorSpec("slot_ids", "int32", ("B",), "step"),
+        TensorSpec("logits_indices", "int32", ("B", "J"), "step"),
+    )
+
+
+def logits_spec(geometry: ModelGeometry) -> TensorSpec:
+    """Return the logits of the positions that ``logits_indices`` names, in fp32."""
+    return TensorSpec("logits", "float32", ("B", "J", geometry.vocab_size), "result")
+
+
+def state_specs(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> tuple[TensorSpec, ...]:
+    """Return every state of a model, layer by layer, in the order of the network's inputs and outputs."""
+    specs: list[TensorSpec] = []
+    for index, kind in enumerate(geometry.layer_types):
+        if kind is LayerType.MAMBA2:
+            specs += _mamba2_states(index, geometry, replay, limits.max_batch_size)
+        elif kind is LayerType.ATTENTION:
+            specs += _attention_states(index, geometry, limits.kv_capacity(replay.window))
+    return tuple(specs)
+
+
+def _mamba2_states(index: int, geometry: ModelGeometry, replay: ReplayGeometry, slots: int) -> list[TensorSpec]:
+    m = geometry.mamba2
+    assert m is not None, "a geometry with Mamba-2 layers describes them"
+    rows = replay.ring_rows
+    activation, state = geometry.dtype, replay.state_dtype
+    return [
+        TensorSpec(f"conv_ring_{index}", activation, (slots, replay.conv_ring_rows(m.d_conv), m.conv_dim), "state"),
+        TensorSpec(f"ssm_state_{index}", state, (slots, m.n_heads, m.head_dim, m.d_state), "state"),
+        TensorSpec(f"x_ring_{index}", activation, (slots, rows, m.n_heads, m.head_dim), "state"),
+        TensorSpec(f"b_ring_{index}", activation, (slots, rows, m.n_groups, m.d_state), "state"),
+        TensorSpec(f"dt_ring_{index}", "float32", (slots, rows, m.n_heads), "state"),
+    ]
+
+
+def _attention_states(index: int, geometry: ModelGeometry, capacity: int) -> list[TensorSpec]:
+    a = geometry.attention
+    assert a is not None, "a geometry with attention layers describes them"
+    shape: tuple[Dim, ...] = ("B", a.n_kv_heads, capacity, a.head_dim)
+    return [
+        TensorSpec(f"key_cache_{index}", geometry.dtype, shape, "state"),
+        TensorSpec(f"value_cache_{index}", geometry.dtype, shape, "state"),
+    ]
+
+
+def weight_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
+    """Return every tensor of a rank checkpoint: the modules' parameter names are the checkpoint's keys."""
+    dtype = geometry.dtype
+    specs = [TensorSpec("embedding.weight", dtype, (geometry.vocab_size, geometry.d_model), "weight")]
+    for index, kind in enumerate(geometry.layer_types):
+        prefix = f"layers.{index}."
+        specs.append(TensorSpec(prefix + "norm.weight", dtype, (geometry.d_model,), "weight"))
+        specs += [
+            TensorSpec(f"{prefix}mixer.{name}", found_dtype or dtype, shape, "weight")
+            for name, found_dtype, shape in _mixer_weights(kind, geometry)
+        ]
+    specs.append(TensorSpec("final_norm.weight", dtype, (geometry.d_model,), "weight"))
+    if not geometry.tie_word_embeddings:
+        specs.append(TensorSpec("lm_head.weight", dtype, (geometry.vocab_size, geometry.d_model), "weight"))
+    return tuple(specs)
+
+
+def _mixer_weights(kind: LayerType, geometry: ModelGeometry) -> list[tuple[str, str | None, tuple[Dim, ...]]]:
+    d_model = geometry.d_model
+    if kind is LayerType.MAMBA2:
+        m = geometry.mamba2
+        assert m is not None
+        return [
+            ("in_proj.weight", None, (m.d_in_proj, d_model)),
+            ("conv1d.weight", None, (m.conv_dim, m.d_conv)),
+            ("conv1d.bias", None, (m.conv_dim,)),
+            # The recurrence is computed in fp32; so are its per-head constants. A = -exp(A_log).
+            ("A", "float32", (m.n_heads,)),
+            ("D", "float32", (m.n_heads,)),
+            ("dt_bias", "float32", (m.n_heads,)),
+            ("norm.weight", None, (m.d_inner,)),
+            ("out_proj.weight", None, (d_model, m.d_inner)),
+        ]
+    if kind is LayerType.ATTENTION:
+        a = geometry.attention
+        assert a is not None
+        packed = (a.n_query_heads + 2 * a.n_kv_heads) * a.head_dim
+        return [
+            ("qkv.weight", None, (packed, d_model)),
+            ("o_proj.weight", None, (d_model, a.n_query_heads * a.head_dim)),
+        ]
+    p = geometry.mlp
+    assert p is not None
+    return [("up_proj.weight", None, (p.d_ff, d_model)), ("down_proj.weight", None, (d_model, p.d_ff))]

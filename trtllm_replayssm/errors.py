@@ -1,0 +1,76 @@
+"""The errors of this package: one tree, a literal code per class.
+
+Every message says what was wrong, what was found and what is needed. A user's mistake is a subclass of
+``ReplaySSMError``; the command line prints it without a traceback and exits with 2.
+"""
+
+
+class ReplaySSMError(Exception):
+    """Base of all errors that a user can cause or mend.
+
+    Args:
+        message: ``<object>: found <what>; needed <rule>. <way out>``.
+    """
+
+    code = "E000"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]"
+
+
+class OpArgumentError(ReplaySSMError, ValueError):
+    """An argument of an op has a wrong shape, type, device or stride; nothing was written."""
+
+    code = "A001"
+
+
+class ConfigError(ReplaySSMError, ValueError):
+    """A model configuration or an option is unknown, contradictory or out of range."""
+
+    code = "C001"
+
+
+class CheckpointError(ReplaySSMError, ValueError):
+    """A checkpoint folder lacks a tensor, has one too many, or one of the wrong shape."""
+
+    code = "K001"
+
+
+class UnsupportedError(ReplaySSMError, ValueError):
+    """The request is well formed, yet this version has no kernel or model for it."""
+
+    code = "U001"
+
+
+class BackendError(ReplaySSMError, RuntimeError):
+    """TensorRT, CUDA or the plugin library is missing, too old or does not load."""
+
+    code = "T001"
+
+
+class BuildError(ReplaySSMError, RuntimeError):
+    """The engine, a kernel or the plugin library could not be built."""
+
+    code = "B001"
+
+
+class ManifestError(ReplaySSMError, ValueError):
+    """An engine folder is not complete or was built for something else."""
+
+    code = "M001"
+
+
+class RequestError(ReplaySSMError, ValueError):
+    """A generation request cannot be served as asked."""
+
+    code = "R001"
+
+
+class CapacityError(ReplaySSMError, ValueError):
+    """Slots, cache or device memory do not suffice."""
+
+    code = "R002"

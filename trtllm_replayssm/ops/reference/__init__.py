@@ -1,0 +1,1 @@
+"""The replay algorithms in plain torch: the specification of the kernels."""

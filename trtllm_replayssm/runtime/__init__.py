@@ -1,0 +1,1 @@
+"""Executors, slots, the decode loop, sampling and speculative decoding behind ``LLM``."""

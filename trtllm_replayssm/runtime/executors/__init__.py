@@ -1,0 +1,1 @@
+"""What runs a step: an engine, or the torch modules; one interface."""
