@@ -1,0 +1,50 @@
+# The vocabulary of development and of continuous integration. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# The one wheel that carries NVIDIA's plugin headers (Apache-2.0); its own dependencies are not needed.
+HEADERS := kernel-lens==2.0.1
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-gpu lint types format all clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+env: $(READY)  ## Create the environment in .venv (Python 3.11 or newer and g++ are all it needs)
+
+$(READY): pyproject.toml requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $(PYTHON) is older than Python 3.11; set PYTHON=python3.11 or newer" >&2; exit 2; }
+	@command -v $${CXX:-g++} >/dev/null \
+		|| { echo "error: no C++ compiler; install g++ or set CXX" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(HEADERS)
+	@touch $@
+
+demo: $(READY)  ## Convert, build, inspect and run the shipped model, with and without speculation
+	$(BIN)/python examples/demo.py
+
+test: $(READY)  ## Run the tests; those that need a GPU are skipped where there is none
+	$(BIN)/python -m pytest
+
+test-gpu: $(READY)  ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(READY)  ## Check format and style
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)  ## Check types, strictly
+	$(BIN)/mypy
+
+format: $(READY)  ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+all: lint types test demo  ## Everything
+
+clean:  ## Remove the environment and what the demo wrote
+	rm -rf $(VENV) .demo build
