@@ -1,0 +1,116 @@
+"""A Hugging Face folder as a stream of rank checkpoint tensors: written by ``convert``, or loaded directly."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trtllm_replayssm.builders.checkpoint.hf_config import read_hf_config
+from trtllm_replayssm.builders.checkpoint.index import SourceTensor, read_index
+from trtllm_replayssm.builders.checkpoint.names import EMBEDDING, OUTPUT_MATRIX, Recipe, make_recipes, plain_name
+from trtllm_replayssm.contract.geometry import ModelGeometry
+from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
+from trtllm_replayssm.errors import CheckpointError
+
+# Rows compared at a time when two matrices may be one: a few megabytes.
+_COMPARED_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A checked Hugging Face checkpoint: nothing missing, nothing left over.
+
+    Attributes:
+        folder: the Hugging Face folder.
+        geometry: the model, with ``tie_word_embeddings`` as the weights have it.
+        recipes: one per target, in the order of ``weight_specs``.
+        ignored: tensors left out on purpose, with the reason.
+        notes: what a user should know about the conversion.
+    """
+
+    folder: Path
+    geometry: ModelGeometry
+    recipes: tuple[Recipe, ...]
+    ignored: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The targets."""
+        return tuple(recipe.target for recipe in self.recipes)
+
+    @property
+    def used(self) -> tuple[SourceTensor, ...]:
+        """The stored tensors that the recipes read."""
+        return tuple(source for recipe in self.recipes for source in recipe.sources)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every target's name and values, one in memory at a time."""
+        for recipe in self.recipes:
+            yield recipe.target.name, recipe.make()
+
+
+def open_source(folder: Path, dtype: str | None = None) -> CheckpointSource:
+    """Check a Hugging Face folder against its config; no weight is loaded.
+
+    Args:
+        folder: the Hugging Face folder.
+        dtype: type of the targets; None or "auto" takes the config's.
+
+    Raises:
+        CheckpointError: the folder or its tensors are incomplete, damaged or do not fit the config.
+        ConfigError: the config has unknown, missing or contradictory keys.
+        UnsupportedError: another architecture, or a form of this one that is not supported.
+    """
+    config = read_hf_config(folder, dtype)
+    index = read_index(folder)
+    geometry, notes = _resolve_output_matrix(config.geometry, index)
+    recipes, ignored = make_recipes(geometry, index, use_conv_bias=config.use_conv_bias)
+    return CheckpointSource(folder, geometry, recipes, ignored, notes)
+
+
+def stream_weights(folder: Path, geometry: ModelGeometry) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the rank checkpoint's tensors of a Hugging Face folder without writing one.
+
+    Args:
+        folder: the Hugging Face folder.
+        geometry: as ``open_model_folder`` gave it; its ``dtype`` is the targets' type.
+
+    Raises:
+        CheckpointError: the folder is incomplete, damaged, or of another shape than ``geometry``.
+    """
+    source = open_source(folder, geometry.dtype)
+    if weight_specs(source.geometry) != weight_specs(geometry):
+        raise CheckpointError(f"{folder}: its tensors are not those of the given geometry. Open the folder anew.")
+    return source.tensors()
+
+
+def _resolve_output_matrix(
+    geometry: ModelGeometry, index: Mapping[str, SourceTensor]
+) -> tuple[ModelGeometry, tuple[str, ...]]:
+    """Decide whether the embedding also serves as output matrix.
+
+    ``tie_word_embeddings`` is a promise of the config that transformers 5 does not keep for Nemotron-H: it declares no
+    tied weights there, stores ``lm_head.weight`` and runs what is stored. So a stored matrix that differs from the
+    embedding is used, and logits equal transformers'; an equal one is dropped; an absent one means the embedding.
+    """
+    if not geometry.tie_word_embeddings:
+        return geometry, ()
+    stored = {plain_name(name): source for name, source in index.items()}
+    matrix, embedding = stored.get(OUTPUT_MATRIX), stored.get(EMBEDDING)
+    if matrix is None or embedding is None or _equal(matrix, embedding):
+        return geometry, ()
+    note = (
+        f"config.json says tie_word_embeddings, yet {OUTPUT_MATRIX} differs from the embedding; the stored matrix is "
+        "used, as transformers does."
+    )
+    return geometry.model_copy(update={"tie_word_embeddings": False}), (note,)
+
+
+def _equal(a: SourceTensor, b: SourceTensor) -> bool:
+    if (a.shape, a.dtype) != (b.shape, b.dtype) or not a.shape:
+        return False
+    values, others = a.read(), b.read()
+    rows = range(0, a.shape[0], _COMPARED_ROWS)
+    return all(torch.equal(values[i : i + _COMPARED_ROWS], others[i : i + _COMPARED_ROWS]) for i in rows)

@@ -1,0 +1,1 @@
+"""The tests, one package: helpers are imported as ``tests.<name>``."""
