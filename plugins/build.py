@@ -1,0 +1,132 @@
+"""Compile the kernels with NVRTC: a specialization, a role and an architecture give a cubin; no GPU is needed.
+
+Cubins are cached on disk by the hash of all that goes into them (``plugins.cache``), so each is compiled once per
+machine. The CUDA packages are imported at the first compilation, not with this module.
+"""
+
+import hashlib
+import importlib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trtllm_replayssm.errors import BackendError, BuildError, UnsupportedError
+from trtllm_replayssm.plugins.cache import cache_dir, content_hash, write_beside
+from trtllm_replayssm.plugins.specialize import Role, Specialization
+
+SOURCE_DIR = Path(__file__).parent / "kernels"
+MAX_SHARED_BYTES = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90a": 227 * 1024,
+    "sm_100a": 227 * 1024,
+    "sm_103a": 227 * 1024,
+    "sm_120": 99 * 1024,
+}
+"""Architecture -> shared memory that one thread block may have, in bytes (CUDA programming guide)."""
+ARCHITECTURES = tuple(MAX_SHARED_BYTES)
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def compile(specialization: Specialization, role: Role, architecture: str) -> bytes:
+    """Compile one kernel, or take it from the cache.
+
+    Args:
+        specialization: the kernel's constants.
+        role: "step" or "prefill".
+        architecture: one of ``ARCHITECTURES``.
+
+    Returns:
+        The cubin.
+
+    Raises:
+        UnsupportedError: an unknown architecture, or one whose shared memory is too small for these constants.
+        BackendError: cuda-core or NVRTC is not installed.
+        BuildError: NVRTC refuses the sources (its log is in the message), or the cache cannot be written.
+    """
+    _check_architecture(specialization, role, architecture)
+    entry = cache_dir() / "kernels" / f"{_key(specialization, role, architecture)}.cubin"
+    cubin = _read_entry(entry)
+    if cubin is None:
+        cubin = _compile(specialization, role, architecture)
+        write_beside(entry, hashlib.sha256(cubin).digest() + cubin)
+    return cubin
+
+
+def _check_architecture(specialization: Specialization, role: Role, architecture: str) -> None:
+    if architecture not in MAX_SHARED_BYTES:
+        raise UnsupportedError(f"architecture: found {architecture!r}; needed one of {', '.join(ARCHITECTURES)}.")
+    needed, available = specialization.launch_shape(role).dynamic_shared_bytes, MAX_SHARED_BYTES[architecture]
+    if needed > available:
+        raise UnsupportedError(
+            f"{specialization}: found {needed} bytes of shared memory in its {role} kernel; needed at most {available} "
+            f"on {architecture}. Lower history or max_draft_len, or use a 16-bit activation type."
+        )
+
+
+def _key(specialization: Specialization, role: Role, architecture: str) -> str:
+    options = [f"{name}={value}" for name, value in sorted(specialization.defines(role).items())]
+    parts: list[bytes | str] = [role, architecture, *options, _nvrtc_version()]
+    for folder in ("common", "nvrtc", specialization.folder):
+        for path in sorted((SOURCE_DIR / folder).iterdir()):
+            parts += [f"{folder}/{path.name}", path.read_bytes()]
+    return content_hash(*parts)
+
+
+def _read_entry(entry: Path) -> bytes | None:
+    """Return a cached cubin; None when it is absent or not what was written."""
+    try:
+        data = entry.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _compile(specialization: Specialization, role: Role, architecture: str) -> bytes:
+    core = cuda_module("core")
+    source = SOURCE_DIR / specialization.folder / f"{role}.cu"
+    options = core.ProgramOptions(
+        name=f"{specialization.folder}/{role}.cu",
+        arch=architecture,
+        std="c++17",
+        include_path=[str(SOURCE_DIR), str(SOURCE_DIR / "nvrtc")],
+        define_macro=list(specialization.defines(role).items()),
+    )
+    try:
+        return bytes(core.Program(source.read_text(), "c++", options).compile("cubin").code)
+    except Exception as error:  # cuda.core does not export the class that it raises
+        raise BuildError(
+            f"{source.name} for {specialization}: found an error of NVRTC {_nvrtc_version()} for {architecture}; "
+            f"needed sources that compile. Its log:\n{error}"
+        ) from error
+
+
+def cuda_module(name: str) -> ModuleType:
+    """Import ``cuda.<name>``: the CUDA packages are optional and load when they are first used.
+
+    Raises:
+        BackendError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(f"cuda.{name}")
+    except ImportError as error:
+        raise BackendError(
+            f"cuda.{name}: found {error}; needed cuda-core and NVRTC of CUDA 13. "
+            "Install them with `pip install trtllm-replayssm[cuda13]`."
+        ) from error
+
+
+@cache
+def _nvrtc_version() -> str:
+    nvrtc: Any = cuda_module("bindings.nvrtc")
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise BackendError(
+            f"NVRTC: found {error}; needed the NVRTC library of CUDA 13. "
+            "Install it with `pip install trtllm-replayssm[cuda13]`."
+        ) from error
+    return f"{major}.{minor}"

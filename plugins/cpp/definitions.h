@@ -1,0 +1,11 @@
+// The plugins of this library, in the order in which their creators are given out.
+#pragma once
+
+#include "replay_plugin.h"
+
+namespace replayssm {
+
+const PluginDefinition& causal_conv1d_definition();
+const PluginDefinition& mamba2_definition();
+
+}  // namespace replayssm

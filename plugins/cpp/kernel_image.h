@@ -1,0 +1,52 @@
+// Reads a kernel image: compiled kernels and their launch table. The format: plugins/kernel_image.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace replayssm {
+
+constexpr uint32_t kKernelImageVersion = 1;
+
+// One launchable kernel for one architecture.
+struct KernelEntry {
+  std::string role;
+  std::string symbol;
+  int32_t compute_capability;  // 10 * major + minor
+  bool is_exact;               // true: runs on that capability alone; false: also on later minors of the same major
+  int32_t grid_x;
+  int32_t block_x;
+  int32_t dynamic_shared_bytes;
+  std::size_t cubin_offset;
+  std::size_t cubin_bytes;
+};
+
+// Immutable and shared: equal images of one process are one object, however many layers carry a copy.
+class KernelImage {
+ public:
+  // Check every offset and value of an image and take a copy of it. Null with `error` set when it is not sound.
+  static std::shared_ptr<const KernelImage> read(const void* data, std::size_t bytes, std::string& error);
+
+  // The kernel of a role for a device: an exact one first, then the nearest earlier minor. Null when there is none.
+  const KernelEntry* find(const char* role, int32_t compute_capability) const;
+
+  // The capabilities that the image was compiled for, as "8.0, 9.0".
+  std::string capabilities() const;
+
+  const std::vector<unsigned char>& bytes() const { return bytes_; }
+  const std::vector<KernelEntry>& entries() const { return entries_; }
+
+ private:
+  bool parse(std::string& error);
+
+  std::vector<unsigned char> bytes_;
+  std::vector<KernelEntry> entries_;
+};
+
+// "9.0" for 90.
+std::string capability_text(int32_t compute_capability);
+
+}  // namespace replayssm

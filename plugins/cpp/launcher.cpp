@@ -1,0 +1,160 @@
+#include "launcher.h"
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "log.h"
+
+namespace replayssm {
+namespace {
+
+constexpr int kMaxDynamicSharedBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kSharedBytesWithoutAsking = 48 * 1024;  // more must be asked for by the attribute above
+constexpr int64_t kMaxGridY = 65535;
+
+struct Kernel {
+  const KernelEntry* entry = nullptr;
+  CuFunction function = nullptr;
+};
+
+// A context's id is never given twice in a process, unlike its address.
+using ContextId = unsigned long long;
+
+// The process's loaded kernels. Modules are never unloaded: they live as long as their context, and at exit the
+// driver may be gone before us.
+class KernelCache {
+ public:
+  static KernelCache& instance() {
+    static auto& cache = *new KernelCache;
+    return cache;
+  }
+
+  // The loaded kernel of a role for the current context's device.
+  std::string get(const Driver& driver, const std::shared_ptr<const KernelImage>& image, const char* role,
+                  Kernel& kernel) {
+    ContextId context = 0;
+    std::string fault = current_context(driver, context);
+    if (!fault.empty()) return fault;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto key = std::make_tuple(context, image.get(), std::string(role));
+    const auto found = kernels_.find(key);
+    if (found != kernels_.end()) {
+      kernel = found->second;
+      return "";
+    }
+    fault = load(driver, context, image, role, kernel);
+    if (fault.empty()) kernels_.emplace(key, kernel);
+    return fault;
+  }
+
+ private:
+  // A loaded cubin, and the image it came from: holding it keeps its address from being given to another one.
+  struct Module {
+    std::shared_ptr<const KernelImage> image;
+    CuModule handle = nullptr;
+  };
+
+  static std::string current_context(const Driver& driver, ContextId& id) {
+    CuContext context = nullptr;
+    const std::string fault = driver.fault("cuCtxGetCurrent", driver.context_current(&context));
+    if (!fault.empty()) return fault;
+    if (context == nullptr) return "found no current CUDA context in this thread; needed one before enqueue";
+    return driver.fault("cuCtxGetId", driver.context_id(context, &id));
+  }
+
+  std::string load(const Driver& driver, ContextId context, const std::shared_ptr<const KernelImage>& image,
+                   const char* role, Kernel& kernel) {
+    CuDevice device = 0;
+    int32_t capability = 0;
+    std::string fault = driver.fault("cuCtxGetDevice", driver.context_device(&device));
+    if (fault.empty()) fault = read_compute_capability(driver, device, capability);
+    if (!fault.empty()) return fault;
+    kernel.entry = image->find(role, capability);
+    if (kernel.entry == nullptr) {
+      return concat("no ", role, " kernel for compute capability ", capability_text(capability),
+                    "; the engine carries ", image->capabilities(), ". Build it for this device as well");
+    }
+    CuModule module = nullptr;
+    fault = load_module(driver, context, image, *kernel.entry, module);
+    if (!fault.empty()) return fault;
+    const char* symbol = kernel.entry->symbol.c_str();
+    fault = driver.fault("cuModuleGetFunction", driver.module_function(&kernel.function, module, symbol));
+    if (!fault.empty()) return concat(fault, " for the symbol ", symbol);
+    const int shared = kernel.entry->dynamic_shared_bytes;
+    if (shared <= kSharedBytesWithoutAsking) return "";
+    fault = driver.fault("cuFuncSetAttribute",
+                         driver.function_set_attribute(kernel.function, kMaxDynamicSharedBytes, shared));
+    return fault.empty() ? fault : concat(fault, " for ", shared, " bytes of shared memory");
+  }
+
+  // Entries may share a cubin; it is loaded once.
+  std::string load_module(const Driver& driver, ContextId context, const std::shared_ptr<const KernelImage>& image,
+                          const KernelEntry& entry, CuModule& module) {
+    const auto key = std::make_tuple(context, image.get(), entry.cubin_offset);
+    const auto found = modules_.find(key);
+    if (found != modules_.end()) {
+      module = found->second.handle;
+      return "";
+    }
+    // A copy, since cubins stand in the image at any alignment; and one zero more, so that PTX text is ended.
+    const unsigned char* first = image->bytes().data() + entry.cubin_offset;
+    std::vector<unsigned char> cubin(first, first + entry.cubin_bytes);
+    cubin.push_back(0);
+    const std::string fault = driver.fault("cuModuleLoadData", driver.module_load(&module, cubin.data()));
+    if (!fault.empty()) {
+      return concat(fault, " for the ", entry.role, " kernel of ", capability_text(entry.compute_capability));
+    }
+    modules_.emplace(key, Module{image, module});
+    return "";
+  }
+
+  std::mutex mutex_;
+  std::map<std::tuple<ContextId, const KernelImage*, std::string>, Kernel> kernels_;
+  std::map<std::tuple<ContextId, const KernelImage*, std::size_t>, Module> modules_;
+};
+
+}  // namespace
+
+std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image) {
+  std::string no_driver;
+  const Driver* driver = Driver::get(no_driver);
+  if (driver == nullptr) return "";
+  CuContext context = nullptr;
+  if (driver->context_current(&context) != 0 || context == nullptr) return "";
+  for (const KernelEntry& entry : image->entries()) {
+    Kernel kernel;
+    const std::string fault = KernelCache::instance().get(*driver, image, entry.role.c_str(), kernel);
+    if (!fault.empty()) return fault;
+  }
+  return "";
+}
+
+std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const char* role, int64_t rows,
+                          KernelArgument& argument, cudaStream_t stream) {
+  if (rows > kMaxGridY) return concat("found ", rows, " rows; needed at most ", kMaxGridY);
+  std::string fault;
+  const Driver* driver = Driver::get(fault);
+  if (driver == nullptr) return fault;
+  Kernel kernel;
+  fault = KernelCache::instance().get(*driver, image, role, kernel);
+  if (!fault.empty()) return fault;
+  const KernelEntry& entry = *kernel.entry;
+  void* parameters[] = {argument.bytes};
+  const CuResult result =
+      driver->launch(kernel.function, static_cast<unsigned int>(entry.grid_x), static_cast<unsigned int>(rows), 1,
+                     static_cast<unsigned int>(entry.block_x), 1, 1,
+                     static_cast<unsigned int>(entry.dynamic_shared_bytes), stream, parameters, nullptr);
+  return driver->fault("cuLaunchKernel", result);
+}
+
+std::string copy_on_device(void* destination, const void* source, std::size_t bytes, cudaStream_t stream) {
+  std::string fault;
+  const Driver* driver = Driver::get(fault);
+  if (driver == nullptr) return fault;
+  return driver->fault("cuMemcpyDtoDAsync",
+                       driver->copy_on_device(reinterpret_cast<CuAddress>(destination),
+                                              reinterpret_cast<CuAddress>(source), bytes, stream));
+}
+
+}  // namespace replayssm

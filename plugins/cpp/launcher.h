@@ -1,0 +1,36 @@
+// Launches the kernels of an image on the caller's CUDA context and stream. Functions return what went wrong in
+// words, or an empty string.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "driver.h"
+#include "kernel_image.h"
+
+namespace replayssm {
+
+// The single argument of a kernel: the bytes of its Params struct.
+struct KernelArgument {
+  static constexpr std::size_t kCapacity = 512;
+  alignas(16) unsigned char bytes[kCapacity];
+
+  template <typename Params>
+  void set(const Params& params) {
+    static_assert(sizeof(Params) <= kCapacity, "raise kCapacity");
+    new (bytes) Params(params);
+  }
+};
+
+// Load every kernel that the image has for the current context's device, so that a later launch may be captured in a
+// CUDA graph. Does nothing where there is no driver or no current context (a machine that only builds).
+std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image);
+
+// Launch the kernel of a role: grid (grid_x of the image, rows, 1), one argument, asynchronous on `stream`.
+std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const char* role, int64_t rows,
+                          KernelArgument& argument, cudaStream_t stream);
+
+// Copy between device addresses, asynchronous on `stream`.
+std::string copy_on_device(void* destination, const void* source, std::size_t bytes, cudaStream_t stream);
+
+}  // namespace replayssm

@@ -1,0 +1,100 @@
+// The shared half of the plugins: TensorRT's interfaces around a table of tensors, a few ints and a kernel image.
+// A plugin itself is a PluginDefinition: replay_causal_conv1d.cpp, replay_mamba2.cpp.
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "NvInferRuntime.h"
+#include "fields.h"
+#include "launcher.h"
+#include "tensors.h"
+
+namespace replayssm {
+
+constexpr char kNamespace[] = "trtllm_replayssm";
+constexpr char kVersion[] = "1";
+
+// The device addresses of one enqueue, in the order of the tensor table.
+struct Buffers {
+  const void* const* inputs;
+  void* const* outputs;  // a state's address is its output's
+};
+
+// Everything that tells one plugin from another.
+struct PluginDefinition {
+  const char* name;
+  TensorTable tensors;
+  std::vector<const char*> int_names;
+
+  // What is wrong with the fields alone, or an empty string.
+  std::string (*field_fault)(const IntFields& fields);
+  // What is wrong with the sizes that are known, beyond equal letters being equal; or an empty string.
+  std::string (*dimension_fault)(const Dimensions& dimensions, const IntFields& fields);
+  // The role of the kernel that runs this many window tokens.
+  const char* (*role)(int64_t window_tokens, const IntFields& fields);
+  // Fill in the kernel's Params. All sizes are known and checked; all tensors are contiguous.
+  void (*pack)(const Buffers& buffers, const Dimensions& dimensions, const IntFields& fields,
+               KernelArgument& argument);
+};
+
+class ReplayPlugin final : public nvinfer1::IPluginV3,
+                           public nvinfer1::IPluginV3OneCore,
+                           public nvinfer1::IPluginV3OneBuildV2,
+                           public nvinfer1::IPluginV3OneRuntime {
+ public:
+  // `label` names the object in messages: the plugin and its layer.
+  ReplayPlugin(const PluginDefinition& definition, std::string label, nvinfer1::TensorRTPhase phase, Fields fields);
+
+  // IPluginV3
+  nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
+  nvinfer1::IPluginV3* clone() noexcept override;
+
+  // Core
+  const char* getPluginName() const noexcept override { return definition_.name; }
+  const char* getPluginVersion() const noexcept override { return kVersion; }
+  const char* getPluginNamespace() const noexcept override { return kNamespace; }
+
+  // Build
+  int32_t getNbOutputs() const noexcept override { return definition_.tensors.output_count(); }
+  int32_t getAliasedInput(int32_t output) noexcept override;
+  int32_t getOutputDataTypes(nvinfer1::DataType* output_types, int32_t output_count,
+                             const nvinfer1::DataType* input_types, int32_t input_count) const noexcept override;
+  int32_t getOutputShapes(const nvinfer1::DimsExprs* inputs, int32_t input_count,
+                          const nvinfer1::DimsExprs* shape_inputs, int32_t shape_input_count,
+                          nvinfer1::DimsExprs* outputs, int32_t output_count,
+                          nvinfer1::IExprBuilder& builder) noexcept override;
+  bool supportsFormatCombination(int32_t position, const nvinfer1::DynamicPluginTensorDesc* in_out,
+                                 int32_t input_count, int32_t output_count) noexcept override;
+  int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc* inputs, int32_t input_count,
+                          const nvinfer1::DynamicPluginTensorDesc* outputs, int32_t output_count) noexcept override;
+
+  // Runtime
+  int32_t onShapeChange(const nvinfer1::PluginTensorDesc* inputs, int32_t input_count,
+                        const nvinfer1::PluginTensorDesc* outputs, int32_t output_count) noexcept override;
+  int32_t enqueue(const nvinfer1::PluginTensorDesc* input_descs, const nvinfer1::PluginTensorDesc* output_descs,
+                  const void* const* inputs, void* const* outputs, void* workspace,
+                  cudaStream_t stream) noexcept override;
+  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext* context) noexcept override;
+  const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override;
+
+ private:
+  int32_t fail(const std::string& error) const;
+  bool check_counts(int32_t input_count, int32_t output_count) const;
+  bool check(const nvinfer1::PluginTensorDesc* inputs, int32_t input_count,
+             const nvinfer1::PluginTensorDesc* outputs, int32_t output_count, Dimensions& dimensions,
+             std::string& error) const;
+  std::string bring_states(const nvinfer1::PluginTensorDesc* input_descs, const Buffers& buffers,
+                           cudaStream_t stream);
+
+  const PluginDefinition& definition_;
+  const std::string label_;
+  const nvinfer1::TensorRTPhase phase_;
+  const Fields fields_;
+  std::vector<nvinfer1::PluginField> serialized_;
+  nvinfer1::PluginFieldCollection collection_{};
+  std::atomic<bool> has_warned_of_copies_{false};
+};
+
+}  // namespace replayssm

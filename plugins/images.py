@@ -1,0 +1,77 @@
+"""Kernel images: the kernels of one plugin, compiled for the architectures that an engine is built for."""
+
+from collections.abc import Sequence
+
+from trtllm_replayssm.errors import UnsupportedError
+from trtllm_replayssm.plugins import build
+from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
+from trtllm_replayssm.plugins.specialize import ROLES, Role, Specialization
+
+
+def kernel_image(specialization: Specialization, architectures: Sequence[str]) -> bytes:
+    """Compile both roles for every architecture and pack them with their launch table.
+
+    Args:
+        specialization: the constants of the kernels.
+        architectures: of ``build.ARCHITECTURES``; repeated ones count once.
+
+    Returns:
+        A kernel image (``plugins.kernel_image``).
+
+    Raises:
+        UnsupportedError: an unknown architecture, or one that these constants do not fit.
+        BackendError: cuda-core or NVRTC is not installed.
+        BuildError: NVRTC refuses the sources.
+    """
+    return pack([_entry(specialization, role, name) for name in dict.fromkeys(architectures) for role in ROLES])
+
+
+def architecture_of(compute_capability: int) -> str:
+    """Return the architecture to compile for so that the kernel runs on a device.
+
+    Args:
+        compute_capability: 10 * major + minor.
+
+    Returns:
+        An architecture of that very capability, or of the newest earlier one of the same major number whose cubins run
+        on later minors.
+
+    Raises:
+        UnsupportedError: no kernel runs on such a device.
+    """
+    fitting = [
+        (capability_of(name), name)
+        for name in build.ARCHITECTURES
+        if capability_of(name) == compute_capability
+        or (not is_exact(name) and compute_capability // 10 * 10 <= capability_of(name) <= compute_capability)
+    ]
+    if not fitting:
+        raise UnsupportedError(
+            f"compute capability: found {compute_capability / 10:.1f}; needed a device that runs one of "
+            f"{', '.join(build.ARCHITECTURES)}."
+        )
+    return max(fitting)[1]
+
+
+def capability_of(architecture: str) -> int:
+    """Return 10 * major + minor of an architecture's name."""
+    return int(architecture.removeprefix("sm_").rstrip("a"))
+
+
+def is_exact(architecture: str) -> bool:
+    """Say whether its cubins run on that capability alone (sm_90a), not on later minors of the same major."""
+    return architecture.endswith("a")
+
+
+def _entry(specialization: Specialization, role: Role, architecture: str) -> KernelEntry:
+    shape = specialization.launch_shape(role)
+    return KernelEntry(
+        role=role,
+        symbol=shape.symbol,
+        compute_capability=capability_of(architecture),
+        is_exact=is_exact(architecture),
+        grid_x=shape.grid_x,
+        block_x=shape.block_x,
+        dynamic_shared_bytes=shape.dynamic_shared_bytes,
+        cubin=build.compile(specialization, role, architecture),
+    )

@@ -1,0 +1,59 @@
+// Every PTX instruction that the kernels use by name. Nothing else in the sources is bound to a GPU's instruction set.
+#pragma once
+#include <cstdint>
+
+namespace replay {
+
+// 16 bytes: the widest access of one thread.
+struct alignas(16) Vector16 {
+  uint32_t words[4];
+};
+
+namespace ptx {
+
+__device__ inline float float_from_f16(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// Round to nearest even; beyond the largest float16 the result is infinite.
+__device__ inline uint16_t f16_from_float(float value) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// Round to nearest even.
+__device__ inline uint16_t bf16_from_float(float value) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// Start copying 16 bytes to shared memory; they are there after wait_for_copies() and a barrier.
+__device__ inline void copy_async(void* shared_target, const void* source) {
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared_target));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+// Wait for the copies that this thread has started. A barrier must follow before other threads read them.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The checkpoint is read once and written once per step: mark it first in line for eviction.
+__device__ inline Vector16 load_streaming(const void* source) {
+  Vector16 v;
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+               : "l"(source));
+  return v;
+}
+
+__device__ inline void store_streaming(void* target, const Vector16& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.words[0]), "r"(v.words[1]),
+               "r"(v.words[2]), "r"(v.words[3])
+               : "memory");
+}
+
+}  // namespace ptx
+}  // namespace replay

@@ -1,0 +1,62 @@
+"""The layouts that kernels can read: checked at the launch, since strides and addresses are the tensors' own.
+
+Every check raises ``OpArgumentError`` with the layout found, the one needed and the way out.
+"""
+
+from torch import Tensor
+
+from trtllm_replayssm.errors import OpArgumentError
+
+
+def require_innermost_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    """Refuse an activation whose neighbouring channels are not neighbours in memory.
+
+    Raises:
+        OpArgumentError: the innermost stride is not 1.
+    """
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise OpArgumentError(
+            f"{op}: {name}: found strides {tuple(tensor.stride())}; needed stride 1 in the innermost axis on CUDA. "
+            f"Pass {name}.contiguous()."
+        )
+
+
+def require_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    """Refuse a weight, a length or an id that is a strided view.
+
+    Raises:
+        OpArgumentError: not contiguous.
+    """
+    if not tensor.is_contiguous():
+        raise OpArgumentError(
+            f"{op}: {name}: found strides {tuple(tensor.stride())}; needed a contiguous tensor on CUDA. "
+            f"Pass {name}.contiguous()."
+        )
+
+
+def require_slot_layout(op: str, name: str, pool: Tensor, alignment: int) -> None:
+    """Refuse a pool whose slots are not contiguous or not aligned; between slots any stride will do.
+
+    Args:
+        op: for the message.
+        name: for the message.
+        pool: [slots, ...].
+        alignment: of every slot, in bytes: the kernel's widest access.
+
+    Raises:
+        OpArgumentError: the layout is another one.
+    """
+    expected = 1
+    for size, stride in zip(reversed(pool.shape[1:]), reversed(pool.stride()[1:]), strict=True):
+        if stride != expected and size > 1:
+            raise OpArgumentError(
+                f"{op}: {name}: found shape {tuple(pool.shape)} with strides {tuple(pool.stride())}; needed each slot "
+                "contiguous on CUDA (any stride between slots). Allocate the pool with the slot axis outermost."
+            )
+        expected *= size
+    stride_bytes = pool.stride(0) * pool.element_size() if pool.shape[0] > 1 else 0
+    if (pool.data_ptr() | stride_bytes) % alignment:
+        raise OpArgumentError(
+            f"{op}: {name}: found address {pool.data_ptr():#x} and {stride_bytes} bytes between slots; needed "
+            f"multiples of {alignment} bytes on CUDA. Start the view at an aligned element."
+        )

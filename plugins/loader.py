@@ -1,0 +1,101 @@
+"""Load compiled kernels on a device and launch them on torch's current stream."""
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_replayssm.errors import BackendError, OpArgumentError
+from trtllm_replayssm.plugins import build
+from trtllm_replayssm.plugins.images import architecture_of
+from trtllm_replayssm.plugins.specialize import LaunchShape, Role, Specialization
+
+# A kernel gets more dynamic shared memory than this only after asking for it (CUDA programming guide).
+_DEFAULT_SHARED_BYTES = 48 * 1024
+_MAX_GRID_Y = 65535
+_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel on one device.
+
+    Attributes:
+        function: the driver's handle, a ``CUfunction``.
+        shape: its grid, block and shared memory.
+        code: the ``cuda.core.ObjectCode`` that keeps it loaded.
+    """
+
+    function: Any
+    shape: LaunchShape
+    code: Any
+
+
+def load(specialization: Specialization, role: Role, device_index: int) -> LoadedKernel:
+    """Compile a kernel for a device, or take it from the cache, and load it.
+
+    Raises:
+        UnsupportedError: no kernel runs on this device, or these constants do not fit it.
+        BackendError: cuda-core or NVRTC is not installed, or the driver refuses.
+        BuildError: NVRTC refuses the sources.
+    """
+    major, minor = torch.cuda.get_device_capability(device_index)
+    cubin = build.compile(specialization, role, architecture_of(10 * major + minor))
+    shape = specialization.launch_shape(role)
+    driver: Any = build.cuda_module("bindings.driver")
+    core: Any = build.cuda_module("core")
+    _make_device_current(device_index)
+    code = core.ObjectCode.from_cubin(cubin, name=shape.symbol)
+    kernel = code.get_kernel(shape.symbol)
+    if shape.dynamic_shared_bytes > _DEFAULT_SHARED_BYTES:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        device = driver.CUdevice(device_index)
+        handle = driver.CUkernel(int(kernel.handle))
+        _check(shape.symbol, *driver.cuKernelSetAttribute(attribute, shape.dynamic_shared_bytes, handle, device))
+    # A launch takes a CUkernel wherever it takes a CUfunction (CUDA driver API, cuLaunchKernel).
+    return LoadedKernel(driver.CUfunction(int(kernel.handle)), shape, code)
+
+
+def launch(kernel: LoadedKernel, params: ctypes.Structure, n_rows: int, device: torch.device) -> None:
+    """Launch a kernel for all rows of a step on torch's current stream of a device; does not wait for it.
+
+    Args:
+        kernel: loaded on that device.
+        params: its ``Params`` struct; copied by the driver before this returns.
+        n_rows: rows of the step, 1 to 65535.
+        device: with an index.
+
+    Raises:
+        OpArgumentError: too many rows.
+        BackendError: the driver refuses the launch.
+    """
+    if n_rows > _MAX_GRID_Y:
+        raise OpArgumentError(f"{kernel.shape.symbol}: found {n_rows} rows of a step; needed at most {_MAX_GRID_Y}.")
+    driver: Any = build.cuda_module("bindings.driver")
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    with torch.cuda.device(device):
+        _make_device_current(device.index)
+        result = driver.cuLaunchKernel(
+            kernel.function,
+            *(kernel.shape.grid_x, n_rows, 1),
+            *(kernel.shape.block_x, 1, 1),
+            kernel.shape.dynamic_shared_bytes,
+            driver.CUstream(torch.cuda.current_stream(device).cuda_stream),
+            ctypes.addressof(arguments),
+            0,
+        )
+    _check(kernel.shape.symbol, *result)
+
+
+def _make_device_current(device_index: int) -> None:
+    """Bind the device's primary context to this thread: torch does so at its own first driver call, maybe after us."""
+    if getattr(_thread, "device_index", None) != device_index:
+        build.cuda_module("core").Device(device_index).set_current()
+        _thread.device_index = device_index
+
+
+def _check(symbol: str, result: Any) -> None:
+    if result.value != 0:
+        raise BackendError(f"{symbol}: found {result.name} from the CUDA driver; needed CUDA_SUCCESS.")

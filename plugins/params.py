@@ -1,0 +1,83 @@
+"""The kernels' only argument, as ctypes: field by field the structs of ``kernels/*/params.h``, and how to fill them.
+
+A test compiles the headers and compares sizes and offsets; the meaning of each field stands there.
+"""
+
+import ctypes
+from typing import Any
+
+from torch import Tensor
+
+
+def _fields(ctype: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, ctype) for name in names.split()]
+
+
+class Mamba2Params(ctypes.Structure):
+    """``Mamba2Params`` of ``kernels/mamba2/params.h``; strides are in elements."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_void_p,
+            "x dt B C A D dt_bias ssm_state x_ring B_ring dt_ring "
+            "past_lengths checkpoint_lengths num_tokens slot_ids y",
+        ),
+        *_fields(ctypes.c_int64, "x_stride_batch x_stride_token x_stride_head dt_stride_batch dt_stride_token"),
+        *_fields(ctypes.c_int64, "B_stride_batch B_stride_token B_stride_group"),
+        *_fields(ctypes.c_int64, "C_stride_batch C_stride_token C_stride_group"),
+        *_fields(ctypes.c_int64, "ssm_state_stride_slot x_ring_stride_slot B_ring_stride_slot dt_ring_stride_slot"),
+        *_fields(ctypes.c_int32, "seq_len ring_rows"),
+    ]
+
+
+class CausalConv1dParams(ctypes.Structure):
+    """``CausalConv1dParams`` of ``kernels/causal_conv1d/params.h``; strides are in elements."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "x weight bias conv_ring past_lengths num_tokens slot_ids y"),
+        *_fields(ctypes.c_int64, "x_stride_batch x_stride_token conv_ring_stride_slot"),
+        *_fields(ctypes.c_int32, "seq_len ring_rows activation"),
+    ]
+
+
+def mamba2_params(tensors: tuple[Tensor, ...], y: Tensor) -> Mamba2Params:
+    """Pack addresses and strides.
+
+    Args:
+        tensors: the inputs in the order of ``contract.plugin_io.MAMBA2.inputs``.
+        y: the output.
+    """
+    x, dt, B, C = tensors[:4]
+    pools = tensors[7:11]
+    return Mamba2Params(
+        *[tensor.data_ptr() for tensor in tensors],
+        y.data_ptr(),
+        *x.stride()[:3],
+        *dt.stride()[:2],
+        *B.stride()[:3],
+        *C.stride()[:3],
+        *[pool.stride(0) for pool in pools],
+        x.shape[1],
+        pools[1].shape[1],
+    )
+
+
+def causal_conv1d_params(tensors: tuple[Tensor | None, ...], y: Tensor, *, is_silu: bool) -> CausalConv1dParams:
+    """Pack addresses and strides.
+
+    Args:
+        tensors: the inputs in the order of ``contract.plugin_io.CAUSAL_CONV1D.inputs``; the bias may be None.
+        y: the output.
+        is_silu: apply SiLU.
+    """
+    x, conv_ring = tensors[0], tensors[3]
+    assert x is not None and conv_ring is not None, "the bias alone is optional"
+    return CausalConv1dParams(
+        *[0 if tensor is None else tensor.data_ptr() for tensor in tensors],
+        y.data_ptr(),
+        *x.stride()[:2],
+        conv_ring.stride(0),
+        x.shape[1],
+        conv_ring.shape[1],
+        int(is_silu),
+    )

@@ -1,0 +1,229 @@
+"""Which kernels exist: the compile-time constants of each, what is supported, and the launch table.
+
+Everything that the sources are compiled with (``-D``) and launched with is computed here and nowhere else; the sources
+assert at compile time that their own layout needs the threads and the shared bytes that this table gives them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, StateDtype
+from trtllm_replayssm.errors import UnsupportedError
+
+Role = Literal["step", "prefill"]
+ROLES: tuple[Role, ...] = ("step", "prefill")
+"""``step`` runs windows of at most 1 + max_draft_len tokens, ``prefill`` longer ones."""
+
+CPP_TYPES = {"float32": "float", "float16": "replay::float16", "bfloat16": "replay::bfloat16"}
+_WARP = 32
+_VECTOR_BYTES = 16
+# Lanes that share a state row: eight 16-byte loads are one 128-byte line, and a sum over them takes three shuffles.
+_MAX_LANES_PER_ROW = 8
+# fp32 values of the state that a thread holds in registers; with the rest of the kernel it stays below 128 registers,
+# so that four CTAs of 160 threads fit on an SM and keep more than 100 kB in flight.
+_MAX_STATE_VALUES_PER_THREAD = 64
+_MIN_WARPS, _MAX_WARPS = 4, 16
+# The two buffers of the prefill scan: several CTAs per SM, and no opt-in above the 48 KiB that every device grants.
+_PREFILL_BUFFER_BYTES = 48 * 1024
+_CHUNK_SIZES = (32, 16, 8, 4)
+# Elements (not bytes) between staged x rows beyond head_dim: rows then start in different shared-memory banks.
+_X_PADDING = 8
+_CONV_BLOCK_THREADS = 128
+# Thread blocks that share the tokens of a long window, per block of channels: enough to fill a GPU at batch 1.
+_CONV_TOKEN_SPLITS = 32
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """How one kernel is launched: grid (grid_x, rows, 1), block (block_x, 1, 1).
+
+    Attributes:
+        symbol: the kernel's unmangled name.
+        grid_x: thread blocks per row of the step.
+        block_x: threads per block.
+        dynamic_shared_bytes: dynamic shared memory per block, in bytes.
+    """
+
+    symbol: str
+    grid_x: int
+    block_x: int
+    dynamic_shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Mamba2Specialization:
+    """The constants that a Mamba-2 kernel is compiled for.
+
+    Attributes:
+        n_heads: heads H.
+        head_dim: channels of a head P; a multiple of 8 from 16 to 128.
+        d_state: state columns N; 32, 64, 128 or 256.
+        n_groups: groups G of heads that share B and C; divides n_heads.
+        history: most pending rows W, 1 to 64.
+        max_draft_len: T - 1, 0 to 7.
+        activation_dtype: of x, B, C, y and the x and B rings.
+        state_dtype: of the checkpoint in memory; arithmetic is fp32.
+        dt_dtype: of the raw dt input: the activation type or "float32".
+
+    Raises:
+        UnsupportedError: no kernel for these constants; the message lists what is supported.
+        ConfigError: history < 1 + max_draft_len.
+    """
+
+    n_heads: int
+    head_dim: int
+    d_state: int
+    n_groups: int
+    history: int
+    max_draft_len: int
+    activation_dtype: ActivationDtype
+    state_dtype: StateDtype
+    dt_dtype: ActivationDtype
+
+    folder = "mamba2"
+
+    def __post_init__(self) -> None:
+        protocol.check_history(self.history, self.max_draft_len)
+        _require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
+        _require_dtype("state_dtype", self.state_dtype, get_args(StateDtype))
+        _require_dtype("dt_dtype", self.dt_dtype, (self.activation_dtype, "float32"))
+        supported = (
+            self.n_heads >= 1
+            and self.n_groups >= 1
+            and self.n_heads % self.n_groups == 0
+            and self.head_dim in range(16, 129, 8)
+            and self.d_state in (32, 64, 128, 256)
+            and self.history <= 64
+            and self.max_draft_len <= 7
+        )
+        if not supported:
+            raise UnsupportedError(
+                f"Mamba-2 kernel: found n_heads={self.n_heads}, head_dim={self.head_dim}, d_state={self.d_state}, "
+                f"n_groups={self.n_groups}, history={self.history}, max_draft_len={self.max_draft_len}; needed "
+                "head_dim a multiple of 8 from 16 to 128, d_state 32, 64, 128 or 256, n_groups dividing n_heads, "
+                'history at most 64, max_draft_len at most 7. Other shapes run on the CPU (device="cpu").'
+            )
+
+    @property
+    def window(self) -> int:
+        """T, the most tokens of a decode or verification window."""
+        return protocol.window_length(self.max_draft_len)
+
+    @property
+    def lanes_per_row(self) -> int:
+        """Lanes of a warp that share one state row, each with 16-byte pieces of it."""
+        return min(_MAX_LANES_PER_ROW, self.d_state * DTYPE_BYTES[self.state_dtype] // _VECTOR_BYTES)
+
+    @property
+    def n_warps(self) -> int:
+        """Warps per thread block: the fewest, from four up, whose registers hold the head's state."""
+        row_groups = self.head_dim * self.lanes_per_row // _WARP
+        values = self.d_state // self.lanes_per_row
+        for warps in range(min(_MIN_WARPS, row_groups), _MAX_WARPS + 1):
+            if row_groups % warps == 0 and row_groups // warps * values <= _MAX_STATE_VALUES_PER_THREAD:
+                return warps
+        raise AssertionError("every supported head_dim and d_state has a tile")
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per block of the prefill scan."""
+        return next(size for size in _CHUNK_SIZES if self._prefill_shared_bytes(size) <= _PREFILL_BUFFER_BYTES)
+
+    def launch_shape(self, role: Role) -> LaunchShape:
+        """Return how the kernel of a role is launched."""
+        shared = self._step_shared_bytes() if role == "step" else self._prefill_shared_bytes(self.chunk_size)
+        return LaunchShape(f"replay_mamba2_{role}", self.n_heads, self.n_warps * _WARP, shared)
+
+    def defines(self, role: Role) -> dict[str, str]:
+        """Return the macros that a kernel of this specialization is compiled with."""
+        shape = self.launch_shape(role)
+        return {
+            "N_HEADS": str(self.n_heads),
+            "HEAD_DIM": str(self.head_dim),
+            "D_STATE": str(self.d_state),
+            "N_GROUPS": str(self.n_groups),
+            "HISTORY": str(self.history),
+            "MAX_DRAFT_LEN": str(self.max_draft_len),
+            "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
+            "STATE_TYPE": CPP_TYPES[self.state_dtype],
+            "DT_TYPE": CPP_TYPES[self.dt_dtype],
+            "LANES_PER_ROW": str(self.lanes_per_row),
+            "CHUNK_SIZE": str(self.chunk_size),
+            "X_PADDING": str(_X_PADDING),
+            "BLOCK_THREADS": str(shape.block_x),
+            "DYNAMIC_SHARED_BYTES": str(shape.dynamic_shared_bytes),
+        }
+
+    def _step_shared_bytes(self) -> int:
+        """Count staged rows of B, C and x, then fp32 dt, window weights, fold weights and the fold's decay."""
+        rows = self.history + self.window
+        elements = (rows + self.window) * self.d_state + rows * (self.head_dim + _X_PADDING)
+        floats = rows + self.window * (self.history + 1) + self.history + 1
+        return elements * DTYPE_BYTES[self.activation_dtype] + 4 * floats
+
+    def _prefill_shared_bytes(self, chunk_size: int) -> int:
+        """Count two buffers of B, C and x rows, and of fp32 decay and dt per token."""
+        elements = chunk_size * (2 * self.d_state + self.head_dim)
+        return 2 * (elements * DTYPE_BYTES[self.activation_dtype] + 4 * 2 * chunk_size)
+
+
+@dataclass(frozen=True)
+class CausalConv1dSpecialization:
+    """The constants that a causal convolution kernel is compiled for; either role is right for any window.
+
+    Attributes:
+        conv_dim: channels D.
+        d_conv: taps K, 2 to 8.
+        activation_dtype: of x, weight, bias, y and the ring; arithmetic is fp32.
+
+    Raises:
+        UnsupportedError: no kernel for these constants; the message lists what is supported.
+    """
+
+    conv_dim: int
+    d_conv: int
+    activation_dtype: ActivationDtype
+
+    folder = "causal_conv1d"
+
+    def __post_init__(self) -> None:
+        _require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
+        if self.conv_dim < 1 or not 2 <= self.d_conv <= 8:
+            raise UnsupportedError(
+                f"causal convolution kernel: found conv_dim={self.conv_dim}, d_conv={self.d_conv}; needed conv_dim "
+                'at least 1 and d_conv from 2 to 8. Other shapes run on the CPU (device="cpu").'
+            )
+
+    @property
+    def channels_per_thread(self) -> int:
+        """Channels of a thread: as many as 16 bytes hold, halved until they divide conv_dim."""
+        channels = _VECTOR_BYTES // DTYPE_BYTES[self.activation_dtype]
+        while self.conv_dim % channels:
+            channels //= 2
+        return channels
+
+    def launch_shape(self, role: Role) -> LaunchShape:
+        """Return how the kernel of a role is launched."""
+        blocks = -(-self.conv_dim // (self.channels_per_thread * _CONV_BLOCK_THREADS))
+        splits = 1 if role == "step" else _CONV_TOKEN_SPLITS
+        return LaunchShape(f"replay_causal_conv1d_{role}", blocks * splits, _CONV_BLOCK_THREADS, 0)
+
+    def defines(self, role: Role) -> dict[str, str]:
+        """Return the macros that a kernel of this specialization is compiled with."""
+        return {
+            "CONV_DIM": str(self.conv_dim),
+            "D_CONV": str(self.d_conv),
+            "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
+            "CHANNELS_PER_THREAD": str(self.channels_per_thread),
+            "TOKEN_SPLITS": str(1 if role == "step" else _CONV_TOKEN_SPLITS),
+            "BLOCK_THREADS": str(_CONV_BLOCK_THREADS),
+        }
+
+
+Specialization = Mamba2Specialization | CausalConv1dSpecialization
+
+
+def _require_dtype(name: str, found: str, accepted: tuple[str, ...]) -> None:
+    if found not in accepted:
+        raise UnsupportedError(f"{name}: found {found!r}; needed one of {', '.join(dict.fromkeys(accepted))}.")

@@ -1,0 +1,125 @@
+// A stand-in for NVIDIA's libcuda.so.1 that records what it is asked to do. It lets tests see, on a machine without a
+// GPU, which launches the plugins make: grid, block, stream and every byte of the kernels' argument.
+//
+// It offers the functions that the plugin library looks up, and recording_* functions to read the record. Built under
+// the driver's file name and found through LD_LIBRARY_PATH in a process of its own (recorded_run.py).
+//
+// A "cubin" that is the path of a kernel compiled for the CPU (tests/kernels/emulation.py) is run as well: then device
+// addresses are host addresses, and a plugin's whole way from create to results works without a GPU.
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#define DRIVER_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+
+std::string record;  // one line a call
+int compute_capability = 90;
+std::size_t argument_bytes = 0;
+std::string failing_call;
+char context;
+char module_handle;
+char function_handle;
+
+// The entry of a kernel compiled for the CPU: params, grid_x, grid_y, whether threads run in descending order.
+using Emulate = void (*)(const void*, int, int, int);
+
+// Note a call; returns the result that it is to have.
+int note(const char* call, const std::string& details) {
+  record += std::string(call) + " " + details + "\n";
+  return failing_call == call ? kInvalidValue : kSuccess;
+}
+
+std::string hex(const void* data, std::size_t bytes) {
+  std::string text;
+  char digits[3];
+  for (std::size_t i = 0; i < bytes; ++i) {
+    std::snprintf(digits, sizeof digits, "%02x", static_cast<const unsigned char*>(data)[i]);
+    text += digits;
+  }
+  return text;
+}
+
+}  // namespace
+
+DRIVER_EXPORT void recording_setup(int capability, std::size_t bytes_of_argument, const char* call_to_fail) {
+  compute_capability = capability;
+  argument_bytes = bytes_of_argument;
+  failing_call = call_to_fail;
+}
+
+DRIVER_EXPORT const char* recording_read() { return record.c_str(); }
+
+DRIVER_EXPORT int cuInit(unsigned int) { return note("cuInit", ""); }
+
+DRIVER_EXPORT int cuGetErrorName(int result, const char** name) {
+  *name = result == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_SUCCESS";
+  return kSuccess;
+}
+
+DRIVER_EXPORT int cuCtxGetCurrent(void** current) {
+  *current = &context;
+  return kSuccess;
+}
+
+DRIVER_EXPORT int cuCtxGetId(void*, unsigned long long* id) {
+  *id = 7;
+  return kSuccess;
+}
+
+DRIVER_EXPORT int cuCtxGetDevice(int* device) {
+  *device = 0;
+  return kSuccess;
+}
+
+DRIVER_EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
+  if (attribute == 75) *value = compute_capability / 10;
+  if (attribute == 76) *value = compute_capability % 10;
+  return attribute == 75 || attribute == 76 ? kSuccess : kInvalidValue;
+}
+
+DRIVER_EXPORT int cuModuleLoadData(void** module, const void* image) {
+  const char* path = static_cast<const char*>(image);
+  *module = &module_handle;
+  if (path[0] == '/') *module = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (*module == nullptr) return kInvalidValue;
+  return note("cuModuleLoadData", static_cast<const char*>(image));
+}
+
+DRIVER_EXPORT int cuModuleGetFunction(void** function, void* module, const char* symbol) {
+  *function = module == &module_handle ? &function_handle : dlsym(module, "emulate");
+  return *function == nullptr ? kInvalidValue : note("cuModuleGetFunction", symbol);
+}
+
+DRIVER_EXPORT int cuFuncSetAttribute(void*, int attribute, int value) {
+  return note("cuFuncSetAttribute", std::to_string(attribute) + " " + std::to_string(value));
+}
+
+DRIVER_EXPORT int cuLaunchKernel(void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
+                                 unsigned int block_x, unsigned int block_y, unsigned int block_z,
+                                 unsigned int shared_bytes, void* stream, void** parameters, void** extra) {
+  if (function == nullptr || extra != nullptr) return kInvalidValue;
+  if (function != &function_handle) {
+    reinterpret_cast<Emulate>(function)(parameters[0], static_cast<int>(grid_x), static_cast<int>(grid_y), 0);
+    return kSuccess;
+  }
+  char text[256];
+  std::snprintf(text, sizeof text, "%u %u %u %u %u %u %u %llu ", grid_x, grid_y, grid_z, block_x, block_y, block_z,
+                shared_bytes, reinterpret_cast<unsigned long long>(stream));
+  return note("cuLaunchKernel", text + hex(parameters[0], argument_bytes));
+}
+
+DRIVER_EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long destination, unsigned long long source, std::size_t bytes,
+                                       void* stream) {
+  char text[256];
+  std::snprintf(text, sizeof text, "%llu %llu %zu %llu", destination, source, bytes,
+                reinterpret_cast<unsigned long long>(stream));
+  return note("cuMemcpyDtoDAsync", text);
+}

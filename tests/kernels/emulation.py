@@ -1,0 +1,111 @@
+"""Run the very CUDA sources on the CPU: compiled by g++ against ``emulator/host_cuda.h``, on torch CPU tensors.
+
+``Emulator.mamba2`` and ``Emulator.causal_conv1d`` have the signatures of ``plugins.launch``; the same ``Params`` are
+packed.
+"""
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.contract import plugin_io
+from trtllm_replayssm.plugins.build import SOURCE_DIR
+from trtllm_replayssm.plugins.params import causal_conv1d_params, mamba2_params
+from trtllm_replayssm.plugins.specialize import (
+    CausalConv1dSpecialization,
+    Mamba2Specialization,
+    Role,
+    Specialization,
+)
+
+EMULATOR_DIR = Path(__file__).parent / "emulator"
+PARAMS = {"mamba2": "Mamba2Params", "causal_conv1d": "CausalConv1dParams"}
+
+
+def compile_host(output: Path, source: Path, defines: dict[str, str], *include_dirs: Path) -> ctypes.CDLL:
+    """Compile a C++ file to a shared object and load it."""
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
+    # The kernels reinterpret bytes as CUDA compilers allow; unused pragmas are CUDA's.
+    command += ["-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    command += [f"-D{name}={value}" for name, value in defines.items()]
+    command += [f"-I{folder}" for folder in include_dirs]
+    done = subprocess.run([*command, str(source), "-o", str(output)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(output))
+
+
+@cache
+def emulated(specialization: Specialization, role: Role, source_dir: Path = SOURCE_DIR) -> ctypes.CDLL:
+    """Compile one kernel for the emulator; the sources may be an altered copy."""
+    shape = specialization.launch_shape(role)
+    defines = specialization.defines(role) | {
+        "KERNEL_SOURCE": f'"{specialization.folder}/{role}.cu"',
+        "KERNEL_SYMBOL": shape.symbol,
+        "KERNEL_PARAMS": PARAMS[specialization.folder],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / f"{shape.symbol}.so"
+        return compile_host(output, EMULATOR_DIR / "driver.cpp", defines, EMULATOR_DIR, source_dir)
+
+
+@dataclass(frozen=True)
+class Emulator:
+    """One way to run the kernels.
+
+    Attributes:
+        role: of the kernel; None chooses by the window as ``launch`` does.
+        is_descending: reverse the order in which threads run between barriers.
+        source_dir: the sources, ours or an altered copy.
+    """
+
+    role: Role | None = None
+    is_descending: bool = False
+    source_dir: Path = SOURCE_DIR
+
+    def mamba2(self, *, history: int, max_draft_len: int, **tensors: Tensor) -> Tensor:
+        """Emulate ``launch.mamba2``."""
+        x, B = tensors["x"], tensors["B"]
+        specialization = Mamba2Specialization(
+            n_heads=x.shape[2],
+            head_dim=x.shape[3],
+            d_state=B.shape[3],
+            n_groups=B.shape[2],
+            history=history,
+            max_draft_len=max_draft_len,
+            activation_dtype=dtype_name(x),
+            state_dtype=dtype_name(tensors["ssm_state"]),
+            dt_dtype=dtype_name(tensors["dt"]),
+        )
+        # An output that the kernel does not write stays NaN and is found.
+        y = torch.full(x.shape, torch.nan, dtype=x.dtype)
+        params = mamba2_params(tuple(tensors[name] for name in plugin_io.MAMBA2.inputs), y)
+        self._run(specialization, params, x, specialization.window)
+        return y
+
+    def causal_conv1d(self, *, activation: str | None, **tensors: Tensor | None) -> Tensor:
+        """Emulate ``launch.causal_conv1d``."""
+        x, weight = tensors["x"], tensors["weight"]
+        assert x is not None and weight is not None
+        specialization = CausalConv1dSpecialization(x.shape[2], weight.shape[1], dtype_name(x))
+        y = torch.full(x.shape, torch.nan, dtype=x.dtype)
+        inputs = tuple(tensors[name] for name in plugin_io.CAUSAL_CONV1D.inputs)
+        self._run(specialization, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), x, 8)
+        return y
+
+    def _run(self, specialization: Specialization, params: Any, x: Tensor, longest_step: int) -> None:
+        role: Role = self.role or ("step" if x.shape[1] <= longest_step else "prefill")
+        library = emulated(specialization, role, self.source_dir)
+        grid_x = specialization.launch_shape(role).grid_x
+        library.emulate(ctypes.byref(params), grid_x, x.shape[0], int(self.is_descending))
+
+
+def dtype_name(tensor: Tensor) -> Any:
+    return str(tensor.dtype).removeprefix("torch.")

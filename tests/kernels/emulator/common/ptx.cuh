@@ -1,0 +1,70 @@
+// The instructions of plugins/kernels/common/ptx.cuh in plain C++, for the emulator.
+#pragma once
+#include "host_cuda.h"
+
+namespace replay {
+
+struct alignas(16) Vector16 {
+  uint32_t words[4];
+};
+
+namespace ptx {
+
+inline float float_from_f16(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  float value = std::ldexp(static_cast<float>(exponent == 0 ? mantissa : 1024 + mantissa), max(exponent, 1) - 25);
+  if (exponent == 31) value = mantissa == 0 ? INFINITY : NAN;
+  return bits >> 15 ? -value : value;
+}
+
+inline uint16_t f16_from_float(float value) {
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  if (std::isnan(value)) return 0x7fff;
+  const float magnitude = std::fabs(value);
+  if (magnitude >= 65520.0f) return sign | 0x7c00;
+  const int exponent = magnitude == 0.0f ? -14 : max(std::ilogb(magnitude), -14);
+  // Ties to even, the default rounding mode. A mantissa of 2048 carries into the exponent by itself.
+  const int mantissa = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
+  return static_cast<uint16_t>(sign | ((exponent + 14) * 1024 + mantissa));
+}
+
+inline uint16_t bf16_from_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (std::isnan(value)) return 0x7fff;
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline void check_alignment(const void* pointer) {
+  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
+    std::fprintf(stderr, "misaligned 16-byte access\n");
+    std::abort();
+  }
+}
+
+// The bytes arrive when the thread waits for its copies, and not before.
+inline void copy_async(void* shared_target, const void* source) {
+  check_alignment(shared_target);
+  check_alignment(source);
+  emulator::current().copies.push_back({shared_target, source});
+}
+
+inline void wait_for_copies() {
+  for (const emulator::Copy& copy : emulator::current().copies) std::memcpy(copy.target, copy.source, 16);
+  emulator::current().copies.clear();
+}
+
+inline Vector16 load_streaming(const void* source) {
+  check_alignment(source);
+  Vector16 vector;
+  std::memcpy(&vector, source, sizeof(vector));
+  return vector;
+}
+
+inline void store_streaming(void* target, const Vector16& vector) {
+  check_alignment(target);
+  std::memcpy(target, &vector, sizeof(vector));
+}
+
+}  // namespace ptx
+}  // namespace replay

@@ -1,0 +1,124 @@
+"""NVRTC compiles every shape class for every generation, without spills; the cache is used, never trusted blindly."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.cubin import resources
+from tests.kernels.test_specialize import NANO_9B, changed
+from trtllm_replayssm.errors import BackendError, BuildError, UnsupportedError
+from trtllm_replayssm.plugins import build
+from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
+from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Role, Specialization
+
+CONV = CausalConv1dSpecialization(12288, 4, "bfloat16")
+# Every head_dim, d_state, type, window and architecture that matters, in few combinations.
+COMBINATIONS: list[tuple[str, Specialization, Role, str]] = [
+    ("nano_9b-step", NANO_9B, "step", "sm_90a"),
+    ("nano_9b-prefill", NANO_9B, "prefill", "sm_90a"),
+    ("P64-T4-step", changed(head_dim=64, n_heads=64, max_draft_len=3), "step", "sm_100a"),
+    ("P64-prefill", changed(head_dim=64, n_heads=64), "prefill", "sm_120"),
+    ("P80-state_bf16-step", changed(state_dtype="bfloat16", dt_dtype="float32"), "step", "sm_90a"),
+    ("P64-state_fp16-step", changed(head_dim=64, state_dtype="float16"), "step", "sm_89"),
+    ("P128-N128-step", changed(head_dim=128), "step", "sm_100a"),
+    ("N256-T8-W32-step", changed(head_dim=64, d_state=256, max_draft_len=7, history=32), "step", "sm_80"),
+    ("N64-fp32-prefill", changed(d_state=64, activation_dtype="float32", dt_dtype="float32"), "prefill", "sm_86"),
+    ("N32-state_bf16-step", changed(head_dim=16, d_state=32, n_groups=1, state_dtype="bfloat16"), "step", "sm_103a"),
+    ("conv-step", CONV, "step", "sm_90a"),
+    ("conv-prefill-fp32", CausalConv1dSpecialization(100, 4, "float32"), "prefill", "sm_120"),
+]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("specialization", "role", "architecture"), [c[1:] for c in COMBINATIONS], ids=[c[0] for c in COMBINATIONS]
+)
+def test_kernels_compile_without_spills(
+    specialization: Specialization, role: Role, architecture: str, own_cache: Path
+) -> None:
+    found = resources(build.compile(specialization, role, architecture))
+    assert found.stack_bytes == 0
+    shape = specialization.launch_shape(role)
+    assert found.registers * shape.block_x <= 65536, "a block must fit on an SM"
+    if specialization is NANO_9B:
+        assert found.registers <= 128, "three blocks of 160 threads per SM"
+
+
+def test_a_kernel_with_stack_is_seen() -> None:
+    """An array indexed at run time lives on the stack: the number read from a cubin must show it."""
+    core = build.cuda_module("core")
+    source = """extern "C" __global__ void gather(int* data, const int* order) {
+        int local[64];
+        for (int i = 0; i < 64; ++i) local[order[i]] = data[i];
+        for (int i = 0; i < 64; ++i) data[i] = local[order[i + 64]];
+    }"""
+    options = core.ProgramOptions(name="gather", arch="sm_90a", std="c++17")
+    assert resources(bytes(core.Program(source, "c++", options).compile("cubin").code)).stack_bytes >= 256
+
+
+def test_the_second_compilation_comes_from_the_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build.compile(CONV, "step", "sm_80")
+    (entry,) = (own_cache / "kernels").iterdir()
+    monkeypatch.setattr(build.cuda_module("core"), "Program", None)  # a compilation would fail
+    assert build.compile(CONV, "step", "sm_80") == first
+    with pytest.raises(BuildError):
+        build.compile(CONV, "prefill", "sm_80")
+    assert list((own_cache / "kernels").iterdir()) == [entry], "a failed compilation leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:40] + b"\0" + data[41:]]
+)
+def test_a_damaged_cache_entry_is_built_anew(damage: object, own_cache: Path) -> None:
+    first = build.compile(CONV, "step", "sm_80")
+    (entry,) = (own_cache / "kernels").iterdir()
+    whole = entry.read_bytes()
+    entry.write_bytes(damage(whole))  # type: ignore[operator]
+    assert build.compile(CONV, "step", "sm_80") == first
+    assert entry.read_bytes() == whole
+
+
+def test_constants_sources_and_architecture_each_have_their_own_entry(own_cache: Path) -> None:
+    for specialization in (CONV, dataclasses.replace(CONV, d_conv=3)):
+        for architecture in ("sm_80", "sm_89"):
+            build.compile(specialization, "step", architecture)
+    assert len(list((own_cache / "kernels").iterdir())) == 4
+
+
+def test_changed_sources_are_compiled_anew_and_their_errors_shown(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("common", "nvrtc", "causal_conv1d"):
+        target = tmp_path / "sources" / folder
+        target.mkdir(parents=True)
+        for path in (build.SOURCE_DIR / folder).iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+    build.compile(CONV, "step", "sm_80")
+    (tmp_path / "sources" / "causal_conv1d" / "channels.cuh").write_text("not C++")
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "sources")
+    with pytest.raises(BuildError, match="channels.cuh"):
+        build.compile(CONV, "step", "sm_80")
+
+
+def test_unknown_architectures_are_refused_with_the_list(own_cache: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"'sm_75'.*sm_80, sm_86, sm_89, sm_90a"):
+        build.compile(CONV, "step", "sm_75")
+
+
+def test_constants_that_need_more_shared_memory_than_an_architecture_has_are_refused(own_cache: Path) -> None:
+    large = changed(
+        head_dim=128, d_state=256, history=64, max_draft_len=7, activation_dtype="float32", dt_dtype="float32"
+    )
+    with pytest.raises(UnsupportedError, match="at most 101376 on sm_89"):
+        build.compile(large, "step", "sm_89")
+
+
+def test_missing_cuda_packages_are_named_with_the_command_that_installs_them() -> None:
+    with pytest.raises(BackendError, match=r"pip install trtllm-replayssm\[cuda13\]"):
+        build.cuda_module("no_such_package")

@@ -1,0 +1,72 @@
+"""Kernel images: what is packed comes back, what is damaged is refused."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from trtllm_replayssm.errors import BuildError, UnsupportedError
+from trtllm_replayssm.plugins import build
+from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
+from trtllm_replayssm.plugins.images import architecture_of, kernel_image
+from trtllm_replayssm.plugins.kernel_image import unpack
+from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization
+
+CONV = CausalConv1dSpecialization(4096, 4, "float16")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_DIR_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def image(own_cache: None) -> bytes:
+    return kernel_image(CONV, ["sm_80", "sm_90a", "sm_80"])
+
+
+def test_an_image_holds_both_roles_for_every_architecture_once(image: bytes) -> None:
+    entries = unpack(image)
+    assert [(e.role, e.compute_capability, e.is_exact) for e in entries] == [
+        ("step", 80, False),
+        ("prefill", 80, False),
+        ("step", 90, True),
+        ("prefill", 90, True),
+    ]
+    for entry in entries:
+        shape = CONV.launch_shape("step" if entry.role == "step" else "prefill")
+        assert (entry.symbol, entry.grid_x, entry.block_x, entry.dynamic_shared_bytes) == (
+            shape.symbol,
+            shape.grid_x,
+            shape.block_x,
+            shape.dynamic_shared_bytes,
+        )
+        architecture = "sm_90a" if entry.compute_capability == 90 else "sm_80"
+        assert entry.cubin == build.compile(CONV, "step" if entry.role == "step" else "prefill", architecture)
+        assert entry.symbol.encode() in entry.cubin
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.5, 0.999])
+def test_a_truncated_image_is_refused(share: float, image: bytes) -> None:
+    with pytest.raises(BuildError, match="kernel image"):
+        unpack(image[: int(share * len(image))])
+
+
+def test_other_bytes_are_refused(image: bytes) -> None:
+    with pytest.raises(BuildError, match="magic"):
+        unpack(b"X" + image[1:])
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "architecture"),
+    [(80, "sm_80"), (86, "sm_86"), (87, "sm_86"), (89, "sm_89"), (90, "sm_90a"), (100, "sm_100a"), (121, "sm_120")],
+)
+def test_every_device_gets_the_newest_architecture_that_it_runs(compute_capability: int, architecture: str) -> None:
+    assert architecture_of(compute_capability) == architecture
+
+
+@pytest.mark.parametrize("compute_capability", [75, 91, 110])
+def test_a_device_that_runs_none_is_refused(compute_capability: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"{compute_capability / 10:.1f}"):
+        architecture_of(compute_capability)

@@ -1,0 +1,85 @@
+"""The table of what is supported, and the launch table."""
+
+import itertools
+
+import pytest
+
+from trtllm_replayssm.errors import ConfigError, UnsupportedError
+from trtllm_replayssm.plugins.specialize import ROLES, CausalConv1dSpecialization, Mamba2Specialization
+
+NANO_9B = Mamba2Specialization(
+    n_heads=128,
+    head_dim=80,
+    d_state=128,
+    n_groups=8,
+    history=16,
+    max_draft_len=0,
+    activation_dtype="bfloat16",
+    state_dtype="float32",
+    dt_dtype="bfloat16",
+)
+
+
+def changed(**values: object) -> Mamba2Specialization:
+    return Mamba2Specialization(**{**NANO_9B.__dict__, **values})
+
+
+def test_every_supported_head_has_a_tile_that_fits_in_registers() -> None:
+    for head_dim, d_state, state in itertools.product(
+        range(16, 129, 8), (32, 64, 128, 256), ("float32", "float16", "bfloat16")
+    ):
+        found = changed(head_dim=head_dim, d_state=d_state, state_dtype=state)
+        values_per_thread = head_dim * d_state / (32 * found.n_warps)
+        assert 1 <= found.n_warps <= 16 and values_per_thread <= 64 and values_per_thread % 1 == 0
+        for role in ROLES:
+            assert found.launch_shape(role).block_x == 32 * found.n_warps
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"head_dim": 12},
+        {"head_dim": 136},
+        {"d_state": 96},
+        {"n_groups": 3},
+        {"n_groups": 0},
+        {"history": 65},
+        {"history": 16, "max_draft_len": 8},
+    ],
+)
+def test_other_shapes_are_refused_with_the_list_of_supported_ones(values: dict[str, int]) -> None:
+    with pytest.raises(UnsupportedError, match="head_dim a multiple of 8 from 16 to 128, d_state 32, 64, 128 or 256"):
+        changed(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "needed"),
+    [
+        ({"activation_dtype": "float8"}, "float32, float16, bfloat16"),
+        ({"state_dtype": "int8"}, "float32, float16, bfloat16"),
+        ({"dt_dtype": "float16"}, "bfloat16, float32"),
+    ],
+)
+def test_other_types_are_refused_with_the_list_of_supported_ones(values: dict[str, str], needed: str) -> None:
+    with pytest.raises(UnsupportedError, match=needed):
+        changed(**values)
+
+
+def test_a_history_shorter_than_the_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match="history"):
+        changed(history=2, max_draft_len=2)
+
+
+@pytest.mark.parametrize(("conv_dim", "d_conv"), [(0, 4), (64, 1), (64, 9)])
+def test_other_convolutions_are_refused(conv_dim: int, d_conv: int) -> None:
+    with pytest.raises(UnsupportedError, match="d_conv from 2 to 8"):
+        CausalConv1dSpecialization(conv_dim, d_conv, "float32")
+
+
+@pytest.mark.parametrize("conv_dim", [1, 7, 12, 1024, 12288])
+def test_the_blocks_of_a_convolution_cover_all_channels(conv_dim: int) -> None:
+    found = CausalConv1dSpecialization(conv_dim, 4, "bfloat16")
+    shape = found.launch_shape("step")
+    assert conv_dim % found.channels_per_thread == 0
+    assert (shape.grid_x - 1) * shape.block_x * found.channels_per_thread < conv_dim
+    assert shape.grid_x * shape.block_x * found.channels_per_thread >= conv_dim

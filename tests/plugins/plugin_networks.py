@@ -1,0 +1,114 @@
+"""Small ONNX networks of one plugin node each, and what TensorRT makes of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGIN_NAMESPACE, PluginIO
+from trtllm_replayssm.plugins import kernel_image
+
+ONNX_TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "int32": TensorProto.INT32,
+    "int64": TensorProto.INT64,
+}
+Shape = tuple[int | str, ...]
+
+
+def placeholder_image(*capabilities: int, grid_x: int = 4, shared: int = 0, cubin: bytes = b"not a cubin") -> bytes:
+    """Return a sound kernel image whose cubins no test loads into a device."""
+    return kernel_image.pack(
+        [
+            kernel_image.KernelEntry(role, f"replay_{role}", capability, False, grid_x, 128, shared, cubin)
+            for role in ("step", "prefill")
+            for capability in capabilities or (80, 89)
+        ]
+    )
+
+
+@dataclass
+class NodeCase:
+    """One plugin node with the shapes, types and attributes that make it right; tests change one of them."""
+
+    io: PluginIO
+    shapes: dict[str, Shape]
+    dtypes: dict[str, str]
+    attributes: dict[str, Any]
+    dynamic: dict[str, tuple[int, int, int]] = field(default_factory=lambda: {"B": (1, 2, 4), "S": (1, 2, 4)})
+
+    def model(self) -> onnx.ModelProto:
+        """Return the ONNX model: every input of the node is a graph input, every output a graph output."""
+        domain = PLUGIN_NAMESPACE
+        sources = {
+            f"present_{name}" if index else name: self.io.inputs[self.source(index)]
+            for index, name in enumerate(self.io.outputs)
+        }
+        attributes = dict(self.attributes)
+        image = attributes.pop("kernels", None)
+        node = helper.make_node(self.io.op_type, list(self.io.inputs), list(sources), domain=domain, **attributes)
+        if image is not None:
+            tensor = helper.make_tensor("kernels", TensorProto.INT8, [len(image)], image, raw=True)
+            node.attribute.append(helper.make_attribute("kernels", tensor))
+        inputs = [self._value(name, name) for name in self.io.inputs]
+        outputs = [self._value(name, source) for name, source in sources.items()]
+        graph = helper.make_graph([node], "one_plugin", inputs, outputs)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(domain, 1)])
+
+    def source(self, output: int) -> int:
+        """Return the input that an output has its shape and type from."""
+        return self.io.aliases.get(output, 0)
+
+    def _value(self, name: str, like: str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, ONNX_TYPES[self.dtypes[like]], list(self.shapes[like]))
+
+
+def conv_case(dtype: str = "bfloat16", image: bytes | None = None) -> NodeCase:
+    """Return a right ReplayCausalConv1d node: 24 channels, 4 taps, 3 slots of 7 ring rows."""
+    shapes: dict[str, Shape] = {
+        "x": ("B", "S", 24),
+        "weight": (24, 4),
+        "bias": (24,),
+        "conv_ring": (3, 7, 24),
+        "past_lengths": ("B",),
+        "num_tokens": ("B",),
+        "slot_ids": ("B",),
+    }
+    dtypes = {name: dtype if name in ("x", "weight", "bias", "conv_ring") else "int32" for name in shapes}
+    return NodeCase(CAUSAL_CONV1D, shapes, dtypes, {"activation": 1, "kernels": image or placeholder_image()})
+
+
+def mamba2_case(dtype: str = "bfloat16", state_dtype: str = "float32", image: bytes | None = None) -> NodeCase:
+    """Return a right ReplayMamba2 node: 4 heads of 16, 2 groups of 32, history 8, windows of 4, 3 slots."""
+    shapes: dict[str, Shape] = {
+        "x": ("B", "S", 4, 16),
+        "dt": ("B", "S", 4),
+        "B": ("B", "S", 2, 32),
+        "C": ("B", "S", 2, 32),
+        "A": (4,),
+        "D": (4,),
+        "dt_bias": (4,),
+        "ssm_state": (3, 4, 16, 32),
+        "x_ring": (3, 12, 4, 16),
+        "B_ring": (3, 12, 2, 32),
+        "dt_ring": (3, 12, 4),
+        "past_lengths": ("B",),
+        "checkpoint_lengths": ("B",),
+        "num_tokens": ("B",),
+        "slot_ids": ("B",),
+    }
+    dtypes = dict.fromkeys(shapes, "int32")
+    dtypes |= dict.fromkeys(("x", "dt", "B", "C", "x_ring", "B_ring"), dtype)
+    dtypes |= dict.fromkeys(("A", "D", "dt_bias", "dt_ring"), "float32") | {"ssm_state": state_dtype}
+    attributes = {"history": 8, "max_draft_len": 3, "kernels": image or placeholder_image()}
+    return NodeCase(MAMBA2, shapes, dtypes, attributes)
+
+
+def random_image(bytes_of_code: int) -> bytes:
+    """Return a sound image with that many bytes of noise for a cubin: every byte value travels."""
+    noise = np.random.default_rng(0).integers(0, 256, bytes_of_code, dtype=np.uint8).tobytes()
+    return placeholder_image(cubin=noise)

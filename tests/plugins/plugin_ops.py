@@ -1,0 +1,202 @@
+"""Plugins called with torch tensors, as the ops are: pools and rings are updated in place; and what drives them."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests import tolerances
+from tests.cases import DTYPES, Mamba2Case
+from tests.harness.plugin_harness import Harness, HarnessPlugin, TensorDesc, shapes_of
+from tests.kernels.emulation import EMULATOR_DIR, PARAMS, compile_host
+from tests.ops.driver import Mamba2Driver, Row, Window, bits, int32
+from trtllm_replayssm import ops
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PluginIO
+from trtllm_replayssm.plugins.build import SOURCE_DIR
+from trtllm_replayssm.plugins.images import architecture_of, kernel_image
+from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
+from trtllm_replayssm.plugins.specialize import (
+    ROLES,
+    CausalConv1dSpecialization,
+    Mamba2Specialization,
+    Role,
+    Specialization,
+)
+
+
+class PluginOp:
+    """A plugin object that went the way of an engine's: built, stored, created again, attached.
+
+    Args:
+        harness: the opened library.
+        io: which plugin.
+        ints: its fields.
+        image: its kernels.
+        device: of the tensors; "cpu" beside a driver that runs kernels on the CPU.
+    """
+
+    def __init__(self, harness: Harness, io: PluginIO, ints: dict[str, int], image: bytes, device: str) -> None:
+        # A context is current in this thread once something was allocated.
+        torch.empty(1, device=device)
+        built = HarnessPlugin.of(harness, io, ints, image)
+        self.io, self.plugin, self.device = io, built.deserialized().attached(), device
+
+    def __call__(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Run on torch's current stream; returns y."""
+        stream = torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
+        dense = {name: tensors[name] for name in self.io.inputs}
+        for name in dense:
+            if self.io.inputs.index(name) not in self.io.aliases.values():
+                dense[name] = dense[name].contiguous()
+            assert dense[name].is_contiguous(), f"TensorRT hands {name} over contiguous"
+        inputs, outputs = shapes_of(self.io, {name: _desc(tensor) for name, tensor in dense.items()})
+        y = torch.full_like(dense["x"], torch.nan)
+        addresses = [dense[name].data_ptr() for name in self.io.inputs]
+        addresses += [addresses[self.io.aliases[k]] if k else y.data_ptr() for k in range(len(outputs))]
+        self.plugin.on_shape_change(inputs, outputs)
+        self.plugin.enqueue(inputs, outputs, addresses, stream)
+        return y
+
+
+def _desc(tensor: Tensor) -> TensorDesc:
+    return TensorDesc(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def device_image(specialization: Specialization) -> bytes:
+    """Compile the kernels for the present GPU."""
+    major, minor = torch.cuda.get_device_capability()
+    return kernel_image(specialization, [architecture_of(10 * major + minor)])
+
+
+def emulated_image(specialization: Specialization, folder: Path) -> bytes:
+    """Compile the kernels for the CPU; the image holds their paths where cubins would be."""
+    return pack([_emulated_entry(specialization, role, folder) for role in ROLES])
+
+
+def _emulated_entry(specialization: Specialization, role: Role, folder: Path) -> KernelEntry:
+    shape = specialization.launch_shape(role)
+    output = folder / f"{shape.symbol}.so"
+    defines = specialization.defines(role) | {
+        "KERNEL_SOURCE": f'"{specialization.folder}/{role}.cu"',
+        "KERNEL_SYMBOL": shape.symbol,
+        "KERNEL_PARAMS": PARAMS[specialization.folder],
+    }
+    compile_host(output, EMULATOR_DIR / "driver.cpp", defines, EMULATOR_DIR, SOURCE_DIR)
+    return KernelEntry(
+        role, shape.symbol, 90, False, shape.grid_x, shape.block_x, shape.dynamic_shared_bytes, str(output).encode()
+    )
+
+
+def mamba2_specialization(case: Mamba2Case) -> Mamba2Specialization:
+    """Return the constants of a case's kernels; the plugin takes dt in the activation type."""
+    return Mamba2Specialization(
+        n_heads=case.n_heads,
+        head_dim=case.head_dim,
+        d_state=case.d_state,
+        n_groups=case.n_groups,
+        history=case.history,
+        max_draft_len=case.max_draft_len,
+        activation_dtype=case.activation,  # type: ignore[arg-type]
+        state_dtype=case.state,  # type: ignore[arg-type]
+        dt_dtype=case.activation,  # type: ignore[arg-type]
+    )
+
+
+class PluginMamba2Driver(Mamba2Driver):
+    """``Mamba2Driver``, with its comparisons and its checks of memory, running the plugin instead of the op."""
+
+    def __init__(
+        self, harness: Harness, case: Mamba2Case, image: bytes, device: str, *, num_slots: int = 4, seed: int = 0
+    ) -> None:
+        super().__init__(case, device, num_slots, seed)
+        ints = {"history": case.history, "max_draft_len": case.max_draft_len}
+        self.op = PluginOp(harness, MAMBA2, ints, image, device)
+
+    def call(self, rows: list[Row], window: Window) -> Tensor:  # type: ignore[override]
+        """Enqueue the plugin."""
+        return self.op(self.tensors(rows, window))
+
+    def tensors(self, rows: list[Row], window: Window) -> dict[str, Tensor]:
+        """Return the plugin's inputs on the device, by name."""
+        slots = [row.slot for row in rows]
+        moved = {name: part.to(self.device) for name, part in zip(("x", "dt", "B", "C"), window, strict=True)}
+        moved |= {name: weight.to(self.device) for name, weight in self.weights.items()}
+        # Padding rows carry lengths that no slot could have: they must not matter.
+        lengths = {
+            "past_lengths": [self.past[s] if s >= 0 else -7 for s in slots],
+            "checkpoint_lengths": [self.checkpoint[s] if s >= 0 else 99 for s in slots],
+            "num_tokens": [row.num_tokens for row in rows],
+            "slot_ids": slots,
+        }
+        return moved | self.pools | {name: int32(values, self.device) for name, values in lengths.items()}
+
+
+class ConvolutionPair:
+    """ReplayCausalConv1d on a device beside ``ops.causal_conv1d`` on the CPU, fed the same.
+
+    Args:
+        harness: the opened library.
+        specialization: channels, taps and type.
+        image: the kernels.
+        device: of the plugin.
+        window: T, the most tokens of a step.
+        silu: apply SiLU.
+    """
+
+    def __init__(
+        self,
+        harness: Harness,
+        specialization: CausalConv1dSpecialization,
+        image: bytes,
+        device: str,
+        *,
+        window: int,
+        silu: bool,
+    ) -> None:
+        self.op = PluginOp(harness, CAUSAL_CONV1D, {"activation": int(silu)}, image, device)
+        self.device, self.window, self.silu = device, window, silu
+        self.dtype = specialization.activation_dtype
+        self.generator = torch.Generator().manual_seed(specialization.conv_dim)
+        self.channels = specialization.conv_dim
+        self.weight = self._random(self.channels, specialization.d_conv)
+        self.bias = self._random(self.channels)
+        rows = specialization.d_conv - 1 + window
+        self.ring = torch.full((3, rows, self.channels), torch.nan, dtype=DTYPES[self.dtype])
+        self.device_ring = self.ring.clone().to(device)
+        self.past = [0, 0, 0]
+
+    def drive(self, num_steps: int) -> None:
+        """Run windows of every length, prefills that wrap the ring, padding, idle rows, any acceptance."""
+        for step in range(num_steps):
+            is_prefill = step % 11 == 0
+            seq_len = 3 * self.ring.shape[1] + step if is_prefill else 1 + step % self.window
+            slots = [[0, 1, 2], [2, -1, 0], [1, 2, -1, 0]][step % 3]
+            counts = [seq_len if step % 4 else self._int(seq_len) for _ in slots]
+            self._compare(step, seq_len, slots, counts)
+            for slot, n in zip(slots, counts, strict=True):
+                if slot >= 0:
+                    self.past[slot] += n if is_prefill else self._int(n)
+
+    def _compare(self, step: int, seq_len: int, slots: list[int], counts: list[int]) -> None:
+        tensors = {
+            "x": self._random(len(slots), seq_len, self.channels),
+            "weight": self.weight,
+            "bias": self.bias,
+            "past_lengths": int32([self.past[s] if s >= 0 else 0 for s in slots]),
+            "num_tokens": int32([n if s >= 0 else 0 for n, s in zip(counts, slots, strict=True)]),
+            "slot_ids": int32(slots),
+        }
+        expected = ops.causal_conv1d(**tensors, conv_ring=self.ring, activation="silu" if self.silu else None)
+        moved = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        found = self.op(moved | {"conv_ring": self.device_ring}).cpu()
+        error = (found.double() - expected.double()).abs().amax() / expected.double().abs().amax().clamp_min(1e-30)
+        # Both results are rounded once.
+        bound = 2 * tolerances.CAUSAL_CONV1D["cuda", self.dtype].output
+        assert error <= bound, f"step {step}: error {error:.2e}; bound {bound:.2e}"
+        assert torch.equal(bits(self.device_ring), bits(self.ring)), f"step {step}: the rings differ"
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(DTYPES[self.dtype])
+
+    def _int(self, most: int) -> int:
+        return int(torch.randint(0, most + 1, (), generator=self.generator))

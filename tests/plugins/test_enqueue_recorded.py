@@ -1,0 +1,238 @@
+"""What enqueue asks of the driver, seen by a recording driver: launches, modules, copies, and errors in words."""
+
+import ctypes
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.harness.recorded_run import Call, Launch, Recording, Scenario, run
+from tests.plugins.plugin_calls import INTS, right_tensors
+from tests.plugins.plugin_networks import placeholder_image
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGINS, PluginIO
+from trtllm_replayssm.plugins import kernel_image
+from trtllm_replayssm.plugins.params import CausalConv1dParams, Mamba2Params
+
+PARAMS: dict[str, type[ctypes.Structure]] = {
+    CAUSAL_CONV1D.op_type: CausalConv1dParams,
+    MAMBA2.op_type: Mamba2Params,
+}
+every_plugin = pytest.mark.parametrize("io", PLUGINS, ids=lambda io: io.op_type)
+
+
+def entry(role: str, **changes: object) -> kernel_image.KernelEntry:
+    base = kernel_image.KernelEntry(role, f"symbol_{role}", 90, False, 11, 160, 0, b"cubin")
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def addresses_of(io: PluginIO) -> list[int]:
+    """Return one address per tensor, the inputs' all different, aliased outputs at their input's."""
+    inputs = [0x10000 * (1 + i) for i in range(len(io.inputs))]
+    return inputs + [inputs[io.aliases[k]] if k in io.aliases else 0x9990000 for k in range(len(io.outputs))]
+
+
+def call_of(io: PluginIO, batch: int = 2, seq_len: int = 4, stream: int = 0, move: tuple[str, ...] = ()) -> Call:
+    addresses = addresses_of(io)
+    for k, name in enumerate(io.outputs):
+        if k in io.aliases and name in move:
+            addresses[len(io.inputs) + k] += 0x100
+    tensors = {name: (desc.shape, desc.dtype) for name, desc in right_tensors(io, batch, seq_len).items()}
+    return Call(tensors, addresses, stream)
+
+
+def scenario(io: PluginIO, *calls: Call, image: bytes | None = None, **changes: object) -> Scenario:
+    image = image or kernel_image.pack([entry("step"), entry("prefill", grid_x=7, block_x=64)])
+    size = ctypes.sizeof(PARAMS[io.op_type])
+    return replace(Scenario(io.op_type, INTS[io.op_type], image, list(calls), size), **changes)  # type: ignore[arg-type]
+
+
+def strides_of(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def expected_params(io: PluginIO, call: Call) -> ctypes.Structure:
+    """Fill the struct by its fields' names: ``x_stride_token`` is the stride of x along its second axis."""
+    axes = {"batch": 0, "slot": 0, "token": 1, "head": 2, "group": 2}
+    shapes = {name: shape for name, (shape, _) in call.tensors.items()}
+    addresses = dict(zip(io.inputs, call.addresses, strict=False)) | {"y": call.addresses[len(io.inputs)]}
+    for k, source in io.aliases.items():
+        addresses[io.inputs[source]] = call.addresses[len(io.inputs) + k]
+    ring = "conv_ring" if io is CAUSAL_CONV1D else "x_ring"
+    numbers = {
+        "seq_len": shapes["x"][1],
+        "ring_rows": shapes[ring][1],
+        "activation": INTS[io.op_type].get("activation"),
+    }
+    params = PARAMS[io.op_type]()
+    value: int | None
+    for name, ctype in PARAMS[io.op_type]._fields_:  # type: ignore[misc]
+        if ctype is ctypes.c_void_p:
+            value = addresses[name]
+        elif "_stride_" in name:
+            tensor, _, axis = name.rpartition("_stride_")
+            value = strides_of(shapes[tensor])[axes[axis]]
+        else:
+            value = numbers[name]
+        setattr(params, name, value)
+    return params
+
+
+def fields_of(params: ctypes.Structure) -> dict[str, int | None]:
+    return {name: getattr(params, name) for name, *_ in params._fields_}
+
+
+def require_params(io: PluginIO, launch: Launch, call: Call) -> None:
+    found = PARAMS[io.op_type].from_buffer_copy(launch.argument)
+    assert fields_of(found) == fields_of(expected_params(io, call))
+
+
+def require_quiet(recording: Recording) -> None:
+    assert recording.attach_refusal is None
+    assert set(recording.refusals) <= {None}
+    assert recording.messages == ""
+
+
+@every_plugin
+def test_steps_and_prefills_launch_their_kernel_with_packed_params(io: PluginIO) -> None:
+    calls = [call_of(io, 2, 1), call_of(io, 3, 4, stream=0x77), call_of(io, 1, 33)]
+    recording = run(scenario(io, *calls))
+    require_quiet(recording)
+    launches = recording.launches()
+    assert [(launch.grid, launch.block, launch.stream) for launch in launches] == [
+        ((11, 2, 1), (160, 1, 1), 0),
+        ((11, 3, 1), (160, 1, 1), 0x77),
+        ((7, 1, 1), (64, 1, 1), 0),
+    ]
+    for launch, call in zip(launches, calls, strict=True):
+        require_params(io, launch, call)
+
+
+@pytest.mark.parametrize(("io", "longest"), [(CAUSAL_CONV1D, 8), (MAMBA2, 4)], ids=["conv", "mamba2"])
+def test_the_longest_step_window_is_the_last_before_prefill(io: PluginIO, longest: int) -> None:
+    recording = run(scenario(io, call_of(io, 2, longest), call_of(io, 2, longest + 1)))
+    assert [launch.grid[0] for launch in recording.launches()] == [11, 7]
+
+
+@every_plugin
+def test_attachment_loads_all_kernels_so_that_launches_can_be_captured(io: PluginIO) -> None:
+    recording = run(scenario(io, call_of(io), call_of(io)))
+    names = [name for name, _ in recording.driver_calls]
+    assert names.count("cuModuleLoadData") == 1, "both entries share the cubin"
+    assert recording.named("cuModuleGetFunction") == ["symbol_step", "symbol_prefill"]
+    first_launch = names.index("cuLaunchKernel")
+    assert set(names[first_launch:]) == {"cuLaunchKernel"}
+
+
+@every_plugin
+def test_without_attachment_the_first_enqueue_loads_what_it_needs(io: PluginIO) -> None:
+    recording = run(scenario(io, call_of(io, 2, 1), call_of(io, 2, 2), attach=False))
+    require_quiet(recording)
+    assert recording.named("cuModuleGetFunction") == ["symbol_step"]
+    assert len(recording.launches()) == 2
+
+
+@every_plugin
+def test_nothing_is_launched_for_an_empty_step(io: PluginIO) -> None:
+    recording = run(scenario(io, call_of(io, 0, 4), call_of(io, 2, 0)))
+    require_quiet(recording)
+    assert recording.launches() == []
+
+
+@every_plugin
+def test_more_rows_than_a_grid_holds_are_refused(io: PluginIO) -> None:
+    recording = run(scenario(io, call_of(io, 65535, 1), call_of(io, 65536, 1)))
+    assert recording.refusals[0] is None
+    assert recording.refusals[1] is not None
+    assert "found 65536 rows; needed at most 65535" in recording.refusals[1]
+    assert len(recording.launches()) == 1
+
+
+@every_plugin
+def test_much_shared_memory_is_asked_for_before_the_launch(io: PluginIO) -> None:
+    image = kernel_image.pack([entry("step", dynamic_shared_bytes=49153), entry("prefill", dynamic_shared_bytes=49152)])
+    recording = run(scenario(io, call_of(io, 2, 1), call_of(io, 2, 40), image=image))
+    require_quiet(recording)
+    assert recording.named("cuFuncSetAttribute") == ["8 49153"]
+    assert [launch.shared_bytes for launch in recording.launches()] == [49153, 49152]
+
+
+@every_plugin
+@pytest.mark.parametrize(
+    ("device", "chosen"), [(90, "exact"), (86, "sm86"), (89, "sm86"), (80, "sm80"), (120, None), (75, None)]
+)
+def test_the_kernel_for_the_device_is_chosen(io: PluginIO, device: int, chosen: str | None) -> None:
+    def both(capability: int, is_exact: bool, symbol: str) -> list[kernel_image.KernelEntry]:
+        changes = {"compute_capability": capability, "is_exact": is_exact, "symbol": symbol, "cubin": symbol.encode()}
+        return [entry(role, **changes) for role in ("step", "prefill")]
+
+    entries = [*both(80, False, "sm80"), *both(86, False, "sm86"), *both(90, False, "sm90"), *both(90, True, "exact")]
+    recording = run(scenario(io, call_of(io), image=kernel_image.pack(entries), compute_capability=device))
+    if chosen is not None:
+        require_quiet(recording)
+        assert recording.named("cuModuleGetFunction") == [chosen, chosen]
+        assert recording.named("cuModuleLoadData") == [chosen]
+        return
+    reason = f"kernel for compute capability {device // 10}.{device % 10}; the engine carries 8.0, 8.6, 9.0"
+    assert recording.attach_refusal is not None and reason in recording.attach_refusal
+    assert recording.refusals[0] is not None and reason in recording.refusals[0]
+    assert recording.launches() == []
+
+
+@every_plugin
+def test_a_builder_may_have_a_gpu_that_the_engine_is_not_for(io: PluginIO) -> None:
+    recording = run(scenario(io, compute_capability=120, deserialize=False))
+    assert recording.attach_refusal is None
+    assert recording.driver_calls == []
+
+
+@every_plugin
+def test_a_state_at_another_address_is_copied_first_and_warned_about_once(io: PluginIO) -> None:
+    name = io.outputs[1]
+    calls = [call_of(io, 2, 1, stream=5, move=(name,)), call_of(io, 2, 1, move=(name,))]
+    recording = run(scenario(io, *calls))
+    assert set(recording.refusals) == {None}
+    source, destination = calls[0].addresses[io.aliases[1]], calls[0].addresses[len(io.inputs) + 1]
+    shape, dtype = calls[0].tensors[io.inputs[io.aliases[1]]]
+    size = math.prod(shape) * {"float32": 4, "bfloat16": 2}[dtype]
+    assert recording.named("cuMemcpyDtoDAsync") == [f"{destination} {source} {size} {s}" for s in (5, 0)]
+    assert recording.messages.count("has another address than its input") == 1
+    assert recording.messages.startswith(f'warning: [trtllm_replayssm] {io.op_type} "layer": output {name}')
+    order = [n for n, _ in recording.driver_calls if n in ("cuMemcpyDtoDAsync", "cuLaunchKernel")]
+    assert order == ["cuMemcpyDtoDAsync", "cuLaunchKernel"] * 2
+    for launch, call in zip(recording.launches(), calls, strict=True):
+        require_params(io, launch, call)
+
+
+@every_plugin
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        ("cuInit", "cuInit: CUDA_ERROR_INVALID_VALUE"),
+        ("cuModuleLoadData", "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE for the step kernel of 9.0"),
+        ("cuModuleGetFunction", "cuModuleGetFunction: CUDA_ERROR_INVALID_VALUE for the symbol symbol_step"),
+        ("cuFuncSetAttribute", "cuFuncSetAttribute: CUDA_ERROR_INVALID_VALUE for 50000 bytes of shared memory"),
+        ("cuLaunchKernel", "cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"),
+        ("cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync: CUDA_ERROR_INVALID_VALUE"),
+    ],
+)
+def test_a_driver_error_is_named_and_returned(io: PluginIO, call: str, named: str) -> None:
+    image = kernel_image.pack([entry(role, dynamic_shared_bytes=50000) for role in ("step", "prefill")])
+    order = scenario(io, call_of(io, 2, 1, move=io.outputs[1:]), image=image, failing_call=call, attach=False)
+    refusal = run(order).refusals[0]
+    assert refusal is not None
+    assert f'error: [trtllm_replayssm] {io.op_type} "layer": {named}' in refusal
+
+
+@every_plugin
+def test_without_a_driver_enqueue_says_so(harness: object, io: PluginIO) -> None:
+    import torch
+
+    from tests.harness.plugin_harness import Harness, HarnessPlugin, PluginRefusedError, shapes_of
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a driver")
+    assert isinstance(harness, Harness)
+    plugin = HarnessPlugin.of(harness, io, INTS[io.op_type], placeholder_image()).deserialized().attached()
+    inputs, outputs = shapes_of(io, right_tensors(io))
+    with pytest.raises(PluginRefusedError, match=r"libcuda\.so\.1: .*; needed NVIDIA's driver"):
+        plugin.enqueue(inputs, outputs, addresses_of(io))

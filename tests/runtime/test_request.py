@@ -1,0 +1,57 @@
+"""When a request ends, and what the user then sees."""
+
+import pytest
+
+from tests.runtime.helpers import decoding_request
+from trtllm_replayssm import SamplingParams
+from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.text_stream import TextStream
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def running(end_ids: tuple[int, ...] = (), **rules: object) -> Request:
+    params = SamplingParams.model_validate({"max_tokens": 8, **rules})
+    request = decoding_request(0, 0, [], params=params, end_ids=end_ids)
+    request.text = TextStream(lambda ids: "".join(LETTERS[i] for i in ids))
+    return request
+
+
+def feed(request: Request, text: str) -> Request:
+    for letter in text:
+        if request.is_finished:
+            break
+        request.append(LETTERS.index(letter), -0.5)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("rules", "end_ids", "text", "tokens", "reason", "stopped_by"),
+    [
+        ({}, (), "abcdefgh", "abcdefgh", "length", None),
+        ({}, (2,), "ab", "abc", "stop", None),
+        ({"stop_token_ids": (1,)}, (), "a", "ab", "stop", 1),
+        ({"stop": "cd"}, (), "ab", "abcd", "stop", "cd"),
+        ({"stop": ("zz", "bc")}, (), "a", "abc", "stop", "bc"),
+        ({"stop": "cd", "min_tokens": 6}, (), "abcdab", "abcdabcd", "stop", "cd"),
+        ({"stop": "gh"}, (), "abcdef", "abcdefgh", "stop", "gh"),
+    ],
+)
+def test_a_request_ends_as_its_rules_say(
+    rules: dict[str, object], end_ids: tuple[int, ...], text: str, tokens: str, reason: str, stopped_by: object
+) -> None:
+    source = "abcdabcd" if "min_tokens" in rules else LETTERS
+    completion = feed(running(end_ids, **rules), source).output().outputs[0]
+    assert "".join(LETTERS[i] for i in completion.token_ids) == tokens
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (text, reason, stopped_by)
+    assert completion.cumulative_logprob == -0.5 * len(tokens)
+
+
+def test_an_unfinished_request_has_no_reason() -> None:
+    output = feed(running(), "abc").output()
+    assert (output.finished, output.outputs[0].finish_reason, output.outputs[0].text) == (False, None, "abc")
+
+
+def test_end_and_stop_tokens_are_banned_before_min_tokens() -> None:
+    request = running((2,), min_tokens=3, stop_token_ids=(5,))
+    assert [request.banned_at(index) for index in (0, 2, 3)] == [{2, 5}, {2, 5}, set()]

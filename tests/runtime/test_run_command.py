@@ -1,0 +1,104 @@
+"""``trtllm-replayssm run``: prompts from options and files, text and JSON out, exit code 2 for mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import make_nemotron_h
+from trtllm_replayssm import LLM, SamplingParams
+from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.cli.run import read_prompts
+from trtllm_replayssm.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_nemotron_h(tmp_path_factory.mktemp("run") / "hf", pattern="M*M", tokenizer=True)
+
+
+def run(folder: Path, *arguments: str) -> int:
+    return main(["run", "--model", str(folder), "--device", "cpu", "--max_seq_len", "64", *arguments])
+
+
+def test_text_is_printed_for_each_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--prompt", "one", "--prompt", "two", "--max_tokens", "5", "--ignore_eos") == 0
+    printed = capsys.readouterr().out
+    expected = LLM(folder, device="cpu").generate(
+        ["one", "two"], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    )
+    for number, output in enumerate(expected):
+        assert f"--- prompt {number}: {output.prompt}\n{output.outputs[0].text}\n" in printed
+
+
+def test_json_holds_outputs_and_metrics_and_speculation_changes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for options in ([], ["--speculative", "ngram", "--max_draft_len", "3", "--history", "8"], ["--conventional"]):
+        common = ["--prompt", "abcabcabc", "--max_tokens", "20", "--ignore_eos", "--json", "--metrics"]
+        assert run(folder, *common, *options) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["metrics"]["num_generated_tokens"] == 20
+        (output,) = result["outputs"]
+        assert (output["prompt"], output["finished"]) == ("abcabcabc", True)
+        texts.append(output["outputs"][0]["token_ids"])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_prompts_come_from_files(tmp_path: Path) -> None:
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("first line\n\n  second\n")
+    assert read_prompts([], plain) == ["first line", "  second"]
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "text"}\n{"prompt_token_ids": [4, 5]}\n')
+    assert read_prompts([], lines) == ["text", [4, 5]]
+
+
+def test_token_ids_of_a_file_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt_token_ids": [4, 5]}\n{"prompt": "text"}\n')
+    assert run(folder, "--input_file", str(lines), "--max_tokens", "3", "--json") == 0
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert [output["prompt"] for output in outputs] == [None, "text"]
+    assert outputs[0]["prompt_token_ids"] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", "[1, 2]", "{}", '{"prompt": 5}', '{"prompt_token_ids": "x"}', '{"prompt": "a", "b": 1}']
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "good"}\n' + line + "\n")
+    with pytest.raises(RequestError, match=r"prompts\.jsonl:2: found"):
+        read_prompts([], path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "prompt 0: found no tokens"),
+        ([], "needed --prompt or --input_file"),
+        (["--prompt", "a", "--input_file", "b"], "one of the two"),
+        (["--input_file", "absent.txt"], "absent.txt: No such file"),
+        (["--prompt", "a" * 70], "max_input_len (63)"),
+        (["--prompt", "a", "--max_tokens", "0"], "max_tokens: found 0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature: found -1.0"),
+        (["--prompt", "a", "--speculative", "mtp"], "speculative: found 'mtp'"),
+        (["--prompt", "a", "--speculative", "guess"], "speculative: found 'guess'"),
+        (["--prompt", "a", "--max_draft_len", "2"], "without --speculative"),
+        (["--prompt", "a", "--speculative", "ngram", "--history", "2"], "history: found 2 with max_draft_len=4"),
+        (["--prompt", "a", "--executor", "tensorrt"], "found no engine"),
+        (["--prompt", "a", "--max_batch_size", "0"], "max_batch_size: found 0"),
+        (["--prompt", "a", "--unknown", "0"], "--unknown"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run(folder, *arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert captured.out == ""

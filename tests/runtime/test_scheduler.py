@@ -1,0 +1,111 @@
+"""The desk: order, chunks, fairness, the end of requests."""
+
+import pytest
+
+from tests.runtime.helpers import GREEDY, make_request
+from trtllm_replayssm.contract.geometry import ReplayGeometry
+from trtllm_replayssm.runtime.commit import commit
+from trtllm_replayssm.runtime.request import Request, RequestState
+from trtllm_replayssm.runtime.scheduler import Scheduler
+from trtllm_replayssm.runtime.slots import Slots
+from trtllm_replayssm.runtime.step import StepPlan, Verdict
+
+
+class Desk:
+    """A scheduler whose steps append token 7 to every row that is sampled."""
+
+    def __init__(self, slots: int, max_num_tokens: int) -> None:
+        self.slots = Slots(slots)
+        self.scheduler = Scheduler(self.slots, max_num_tokens)
+        self.plans: list[StepPlan] = []
+
+    def step(self) -> StepPlan:
+        self.scheduler.admit()
+        plan = self.scheduler.plan()
+        verdicts = [
+            Verdict(len(row.token_ids), (7,) if row.is_sampled else (), (0.0,) if row.is_sampled else ())
+            for row in plan.rows
+        ]
+        commit(plan, verdicts, self.slots, ReplayGeometry(history=16))
+        self.scheduler.settle(plan, verdicts)
+        self.plans.append(plan)
+        return plan
+
+    def run(self, *requests: Request) -> list[StepPlan]:
+        for request in requests:
+            self.scheduler.add(request)
+        while self.scheduler.has_work:
+            self.step()
+        return self.plans
+
+
+def request_of(request_id: int, length: int, max_tokens: int = 3) -> Request:
+    params = GREEDY.model_copy(update={"max_tokens": max_tokens})
+    return make_request(request_id, range(1, length + 1), params)
+
+
+def test_prompts_run_first_and_then_all_decode_together() -> None:
+    plans = Desk(4, 100).run(*(request_of(i, 5) for i in range(3)))
+    assert [plan.kind for plan in plans] == ["prefill"] * 3 + ["decode"] * 2
+    assert [plan.first_slot for plan in plans[:3]] == [0, 1, 2]
+    assert all(plan.num_rows == 3 and len(plan.rows) == 3 for plan in plans[3:])
+
+
+def test_a_long_prompt_runs_in_pieces_and_only_the_last_is_sampled() -> None:
+    plans = Desk(1, 4).run(request_of(0, 10, max_tokens=1))
+    assert [row.token_ids for plan in plans for row in plan.rows] == [(1, 2, 3, 4), (5, 6, 7, 8), (9, 10)]
+    assert [plan.rows[0].is_sampled for plan in plans] == [False, False, True]
+
+
+def test_decoding_requests_get_a_step_between_two_pieces_of_a_prompt() -> None:
+    plans = Desk(2, 4).run(request_of(0, 2, max_tokens=9), request_of(1, 12, max_tokens=1))
+    assert [plan.kind for plan in plans[:6]] == ["prefill", "prefill", "decode", "prefill", "decode", "prefill"]
+    parked = plans[2]
+    assert [row.slot for row in parked.rows] == [0], "the request within its prompt does not run"
+
+
+def test_requests_beyond_the_slots_wait_in_order_and_take_freed_slots() -> None:
+    requests = [request_of(i, 3, max_tokens=1 + i % 3) for i in range(7)]
+    plans = Desk(2, 100).run(*requests)
+    started = [plan.rows[0].request.request_id for plan in plans if plan.kind == "prefill"]
+    assert started == list(range(7))
+    assert all(len(plan.rows) <= 2 for plan in plans)
+    assert [len(request.token_ids) for request in requests] == [1 + i % 3 for i in range(7)]
+    assert all(request.slot is None for request in requests)
+
+
+def test_rows_of_a_decode_step_are_slots_in_order_up_to_the_highest_that_runs() -> None:
+    desk = Desk(3, 100)
+    desk.run(request_of(0, 2, max_tokens=2), request_of(1, 2, max_tokens=9), request_of(2, 2, max_tokens=4))
+    decode = [plan for plan in desk.plans if plan.kind == "decode"]
+    assert [[row.slot for row in plan.rows] for plan in decode[:3]] == [[0, 1, 2], [1, 2], [1, 2]]
+    assert [plan.num_rows for plan in decode] == [3, 3, 3] + [2] * (len(decode) - 3)
+
+
+def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
+    slots = Slots(1)
+    scheduler = Scheduler(slots, 100)
+    request = request_of(0, 2, max_tokens=3)
+    scheduler.add(request)
+    scheduler.admit()
+    appended = scheduler.settle(scheduler.plan(), [Verdict(2, (4, 5, 6, 8, 9), (0.0,) * 5)])
+    assert appended == ((4, 5, 6),)
+    assert (request.token_ids, request.finish_reason, slots.num_free) == ([4, 5, 6], "length", 1)
+    assert not scheduler.has_work
+
+
+def test_dropping_everything_leaves_free_slots_and_no_work() -> None:
+    desk = Desk(2, 4)
+    for i in range(5):
+        desk.scheduler.add(request_of(i, 6))
+    desk.step()
+    assert len(desk.scheduler.drop_all()) == 5
+    assert not desk.scheduler.has_work
+    assert desk.slots.num_free == 2
+
+
+def test_a_request_cannot_go_back() -> None:
+    request = request_of(0, 2)
+    request.move_to(RequestState.PREFILL)
+    with pytest.raises(AssertionError, match="cannot go from prefill to waiting"):
+        request.move_to(RequestState.WAITING)

@@ -1,0 +1,103 @@
+"""Options, completed from a model or held against an engine's manifest; the memory plan."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.builders.tiny_geometry import tiny_geometry
+from tests.runtime.manifests import tiny_manifest
+from trtllm_replayssm import ReplayConfig
+from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
+from trtllm_replayssm.contract.tensors import state_specs, weight_specs
+from trtllm_replayssm.errors import CapacityError, ConfigError
+from trtllm_replayssm.runtime import pools, settings
+
+
+def options(**chosen: Any) -> settings.Options:
+    values: dict[str, Any] = {
+        "dtype": "auto",
+        "max_batch_size": None,
+        "max_seq_len": None,
+        "max_num_tokens": None,
+        "replay": ReplayConfig(),
+        "max_draft_len": 0,
+    }
+    return settings.Options(**(values | chosen))
+
+
+def test_a_model_gets_its_own_context_eight_slots_and_whole_prompts() -> None:
+    found = settings.of_model(tiny_geometry(max_position_embeddings=512), options())
+    assert found.limits == EngineLimits(max_batch_size=8, max_input_len=511, max_seq_len=512, max_num_tokens=511)
+    assert found.replay == ReplayGeometry(history=16, max_draft_len=0)
+    long = settings.of_model(tiny_geometry(max_position_embeddings=131072), options())
+    assert (long.limits.max_seq_len, long.limits.max_num_tokens) == (4096, 2048)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"replay": ReplayConfig(history=4), "max_draft_len": 4}, "history: found 4 with max_draft_len=4; needed at l"),
+        ({"max_seq_len": 1}, "max_seq_len: found 1"),
+        ({"max_batch_size": 0}, "max_batch_size: found 0"),
+        ({"max_num_tokens": -3}, "max_num_tokens: found -3"),
+    ],
+)
+def test_impossible_options_are_errors_with_the_numbers(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings.of_model(tiny_geometry(), options(**chosen))
+
+
+def test_an_engine_gives_its_own_values_and_less_can_be_asked_for() -> None:
+    manifest = tiny_manifest()
+    found = settings.of_engine(manifest, options())
+    assert (found.geometry, found.replay, found.limits) == (manifest.geometry, manifest.replay, manifest.limits)
+    less = settings.of_engine(manifest, options(max_batch_size=1, max_seq_len=20, max_num_tokens=3, max_draft_len=1))
+    assert less.limits == EngineLimits(max_batch_size=1, max_input_len=20, max_seq_len=20, max_num_tokens=3)
+    assert less.replay == manifest.replay, "the window is the engine's, however few drafts are proposed"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ({"max_batch_size": 4}, "max_batch_size=4, built for at most 3"),
+        ({"max_seq_len": 65}, "max_seq_len=65, built for at most 64"),
+        ({"max_num_tokens": 99}, "max_num_tokens=99, built for at most 11"),
+        ({"max_draft_len": 3}, "max_draft_len=3, built for at most 2"),
+        ({"replay": ReplayConfig(history=16)}, "history=16, built for 8"),
+        ({"replay": ReplayConfig(state_dtype="float16")}, "state_dtype=float16, built for float32"),
+        ({"dtype": "bfloat16"}, "dtype=bfloat16, built for float32"),
+    ],
+)
+def test_what_contradicts_an_engine_is_named(chosen: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        settings.of_engine(tiny_manifest(), options(**chosen))
+
+
+def test_all_contradictions_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"max_batch_size=9.*history=9.*dtype=float16"):
+        settings.of_engine(tiny_manifest(), options(max_batch_size=9, replay=ReplayConfig(history=9), dtype="float16"))
+
+
+def test_what_the_user_left_at_its_default_contradicts_nothing() -> None:
+    assert settings.of_engine(tiny_manifest(), options(replay=ReplayConfig())).replay.history == 8
+    assert settings.of_engine(tiny_manifest(), options(replay=ReplayConfig(history=8))).replay.history == 8
+
+
+def test_pools_are_allocated_as_the_contract_lists_them() -> None:
+    geometry, replay = tiny_geometry(), ReplayGeometry(history=8, max_draft_len=2)
+    limits = EngineLimits(max_batch_size=3, max_input_len=9, max_seq_len=10, max_num_tokens=9)
+    for conventional in (False, True):
+        specs = state_specs(geometry, replay, limits, conventional=conventional)
+        states = pools.allocate(specs, limits, torch.device("cpu"))
+        for spec, state in zip(specs, states, strict=True):
+            assert tuple(state.shape) == tuple(3 if dim == "B" else dim for dim in spec.shape)
+            assert str(state.dtype) == f"torch.{spec.dtype}" and state.is_contiguous()
+
+
+def test_a_plan_beyond_the_memory_is_refused_with_the_numbers_before_anything_is_allocated() -> None:
+    geometry, replay = tiny_geometry(), ReplayGeometry()
+    limits = EngineLimits(max_batch_size=10**6, max_input_len=9, max_seq_len=10**6, max_num_tokens=9)
+    specs = state_specs(geometry, replay, limits)
+    with pytest.raises(CapacityError, match=r"memory of cpu: found \d+\.\d+ GiB; needed \d+\.\d+ GiB of states"):
+        pools.check_memory(specs, weight_specs(geometry), limits, torch.device("cpu"))

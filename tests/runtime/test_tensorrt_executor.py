@@ -1,0 +1,297 @@
+"""The TensorRT executor as far as a machine without a GPU can take it.
+
+The gate is compared with made-up installations. The bindings are driven by a stand-in for TensorRT's engine and
+context: it knows addresses and shapes alone, as TensorRT does, runs the model's module on the memory behind
+them, and writes cache rows as TensorRT's linear cache update does. No engine runs here; that needs a supported GPU.
+"""
+
+import ctypes
+import hashlib
+import math
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.builders.tiny_geometry import random_weights, tiny_geometry
+from tests.runtime.helpers import GREEDY, make_request
+from tests.runtime.manifests import PLAN, tiny_manifest
+from trtllm_replayssm import NGramDecodingConfig
+from trtllm_replayssm.builders.models.registry import create_model
+from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.manifest import CheckpointRecord, Manifest, PluginRecord
+from trtllm_replayssm.contract.tensors import state_specs, step_specs
+from trtllm_replayssm.errors import BackendError, ManifestError
+from trtllm_replayssm.runtime.executors import bindings, gate, tensorrt_executor
+from trtllm_replayssm.runtime.executors.base import Executor
+from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
+from trtllm_replayssm.runtime.loop import DecodeLoop
+from trtllm_replayssm.runtime.metrics import MetricsRecorder
+from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
+from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
+
+HERE = gate.Installation("tensorrt_rtx", "1.7.1.116", 89)
+CPU = torch.device("cpu")
+
+
+def test_an_engine_built_for_this_machine_passes_the_gate() -> None:
+    gate.check_installation(tiny_manifest(), HERE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"backend": "tensorrt"}, "backend: built with tensorrt, found tensorrt_rtx"),
+        ({"backend_version": "1.8.0.1"}, "backend_version: built with 1.8.0.1, found 1.7.1.116"),
+        ({"compute_capabilities": (80, 120)}, "compute_capabilities: built for 8.0, 12.0, found a GPU of 8.9"),
+    ],
+)
+def test_the_gate_names_the_field_that_differs(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ManifestError, match=named):
+        gate.check_installation(tiny_manifest(**changes), HERE)
+
+
+def test_the_gate_names_a_plugin_of_another_version() -> None:
+    other = PluginRecord(
+        op_type="ReplayMamba2", version="2", namespace="x", nodes=1, kernels_sha256="0", kernels_bytes=1
+    )
+    with pytest.raises(ManifestError, match="x::ReplayMamba2 version 2"):
+        gate.check_installation(tiny_manifest(plugins=(other,)), HERE)
+
+
+def test_a_plan_that_is_missing_short_or_changed_is_refused(tmp_path: Path) -> None:
+    manifest = tiny_manifest()
+    with pytest.raises(ManifestError, match="No such file"):
+        gate.read_engine(tmp_path, manifest)
+    for content, named in ((PLAN[:-1], "engine_bytes"), (PLAN[:-1] + b"?", "engine_sha256")):
+        (tmp_path / "rank0.engine").write_bytes(content)
+        with pytest.raises(ManifestError, match=named):
+            gate.read_engine(tmp_path, manifest)
+    (tmp_path / "rank0.engine").write_bytes(PLAN)
+    assert gate.read_engine(tmp_path, manifest) == PLAN
+
+
+def test_weights_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+    header = (2).to_bytes(8, "little") + b"{}"
+    path = tmp_path / "rank0.safetensors"
+    with pytest.raises(ManifestError, match="checkpoint_dir"):
+        gate.check_weights(path, tiny_manifest())
+    path.write_bytes(header + b"values")
+    gate.check_weights(path, tiny_manifest())
+    for sha256, is_same in ((hashlib.sha256(header).hexdigest(), True), ("1" * 64, False)):
+        manifest = tiny_manifest(checkpoint=CheckpointRecord(config_sha256="0", header_sha256=sha256))
+        if is_same:
+            gate.check_weights(path, manifest)
+        else:
+            with pytest.raises(ManifestError, match=r"checkpoint\.header_sha256"):
+                gate.check_weights(path, manifest)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no CUDA device")
+def test_without_a_gpu_the_executor_says_what_is_missing_and_what_to_use_instead(tmp_path: Path) -> None:
+    assert not tensorrt_executor.is_usable(tiny_manifest())
+    with pytest.raises(BackendError, match=r"no CUDA device; needed a GPU of compute capability 8\.0, 8\.9.*'torch'"):
+        tensorrt_executor.TensorRTExecutor(tmp_path, tiny_manifest(), torch.device("cuda"))
+    with pytest.raises(BackendError, match=r"device cpu; needed a GPU"):
+        tensorrt_executor.TensorRTExecutor(tmp_path, tiny_manifest(), CPU)
+
+
+def test_the_executor_imports_without_transformers_onnx_or_the_builders() -> None:
+    code = """
+        import sys
+        for name in ("transformers", "onnx", "onnxscript", "trtllm_replayssm.builders", "tensorrt", "tensorrt_rtx"):
+            sys.modules[name] = None
+        import trtllm_replayssm.runtime.executors.tensorrt_executor
+        import trtllm_replayssm.runtime.loop
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+def test_tensorrt_has_every_method_that_the_executor_calls() -> None:
+    trt = pytest.importorskip("tensorrt_rtx_bindings")
+    engine = ("num_io_tensors", "get_tensor_name", "get_tensor_dtype", "get_tensor_shape", "get_aliased_input_tensor")
+    context = ("set_optimization_profile_async", "set_input_shape", "set_tensor_address", "execute_async_v3")
+    assert all(hasattr(trt.ICudaEngine, name) for name in (*engine, "create_execution_context"))
+    assert all(hasattr(trt.IExecutionContext, name) for name in context)
+    assert hasattr(trt.Runtime, "deserialize_cuda_engine")
+    assert bindings.DTYPE_NAMES.keys() <= set(trt.DataType.__members__)
+
+
+class EngineStandIn:
+    """What TensorRT's engine says about its tensors."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        names = {ours: theirs for theirs, ours in bindings.DTYPE_NAMES.items()}
+        self.records = {record.name: record for record in manifest.tensors}
+        self.dtypes = {name: names[record.dtype] for name, record in self.records.items()}
+        self.aliases = {name: record.shares_address_with for name, record in self.records.items()}
+        self.num_io_tensors = len(self.records)
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self.records)[index]
+
+    def get_tensor_dtype(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=self.dtypes[name])
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(-1 if isinstance(dim, str) else dim for dim in self.records[name].shape)
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return self.aliases[name]
+
+
+class ContextStandIn:
+    """TensorRT's context of one profile: addresses and shapes in, a step of the model on the memory behind them."""
+
+    def __init__(self, manifest: Manifest, profile: int) -> None:
+        self.manifest = manifest
+        self.profile = manifest.profiles[profile]
+        self.records = {record.name: record for record in manifest.tensors}
+        self.addresses: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        with torch.device("meta"):
+            self.module = create_model(manifest.geometry, manifest.replay)
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return name in self.records and address > 0
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        least, _, most = self.profile.shapes(self.records[name].shape)
+        self.shapes[name] = shape
+        return all(low <= dim <= high for low, dim, high in zip(least, shape, most, strict=True))
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        record = self.records[name]
+        shape = shape or self.shapes.get(name) or tuple(int(dim) for dim in record.shape)
+        dtype = getattr(torch, record.dtype)
+        memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(self.addresses[name])
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def execute(self) -> None:
+        assert self.addresses.keys() == self.records.keys(), "a tensor has no address"
+        specs = state_specs(self.manifest.geometry, self.manifest.replay, self.manifest.limits)
+        for spec in specs:
+            assert self.addresses[spec.past_name] == self.addresses[spec.present_name], "a state is not in place"
+        step = [self.tensor(spec.name) for spec in step_specs()]
+        states = tuple(self.tensor(spec.past_name) for spec in specs)
+        self._write_cache_rows(step[0], step[1], states, [spec.name for spec in specs])
+        weights = {record.name: self.tensor(record.name) for record in self.records.values() if record.role == "weight"}
+        with torch.no_grad():
+            logits, _ = torch.func.functional_call(self.module, weights, (*step, states))
+        self.tensor("logits", tuple(logits.shape)).copy_(logits)
+
+    def _write_cache_rows(
+        self, input_ids: torch.Tensor, past_lengths: torch.Tensor, states: tuple[torch.Tensor, ...], names: list[str]
+    ) -> None:
+        # TensorRT writes S cache rows at past_lengths for every row of the batch, padding included. The module then
+        # writes the valid ones; what it leaves stays poisoned.
+        for name, cache in zip(names, states, strict=True):
+            if name.startswith(("key_cache", "value_cache")):
+                for row, past in enumerate(past_lengths.tolist()):
+                    assert past + input_ids.shape[1] <= cache.shape[2], "a window reaches beyond the cache"
+                    cache[row, :, past : past + input_ids.shape[1]] = float("nan")
+
+
+class StandInExecutor:
+    """``TensorRTExecutor.step`` without a GPU: the same bindings, a stand-in behind them."""
+
+    name = "tensorrt"
+    is_conventional = False
+    device = CPU
+
+    def __init__(self, manifest: Manifest, weights: dict[str, torch.Tensor]) -> None:
+        self.geometry, self.replay, self.limits = manifest.geometry, manifest.replay, manifest.limits
+        self.kinds: list[str] = []
+        specs = state_specs(self.geometry, self.replay, self.limits)
+        states = [
+            torch.full([self.limits.max_batch_size if dim == "B" else int(dim) for dim in spec.shape], float("nan"))
+            for spec in specs
+        ]
+        logits = torch.empty(self.limits.max_batch_size * self.replay.window * self.geometry.vocab_size)
+        self.bindings = bindings.Bindings(manifest, states, weights, logits)
+        self.contexts = [ContextStandIn(manifest, index) for index in range(2)]
+        for context in self.contexts:
+            self.bindings.bind_fixed(context)
+
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        kind = tensorrt_executor.profile_of(inputs, self.replay)
+        self.kinds.append(kind)
+        context = self.contexts[["decode", "prefill"].index(kind)]
+        logits = self.bindings.bind_step(context, inputs)
+        context.execute()
+        return StepOutputs(logits)
+
+    def close(self) -> None:
+        pass
+
+
+def generate(executor: Executor, prompts: list[list[int]], max_draft_len: int) -> list[list[int]]:
+    drafter = NGramDrafter(NGramDecodingConfig(max_draft_len=max_draft_len))
+    recorder = MetricsRecorder(executor.geometry, executor.replay, is_conventional=False)
+    loop = DecodeLoop(executor, drafter, executor.limits, recorder)
+    requests = [
+        make_request(i, prompt, GREEDY, max_new_tokens=min(24, executor.limits.max_seq_len - len(prompt)))
+        for i, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        loop.add(request)
+    while loop.has_work:
+        loop.step()
+    return [request.token_ids for request in requests]
+
+
+@pytest.fixture(scope="module")
+def geometry() -> ModelGeometry:
+    return tiny_geometry("M*-M")
+
+
+def test_generation_through_the_bindings_equals_the_torch_executor(geometry: ModelGeometry) -> None:
+    replay = ReplayGeometry(history=8, max_draft_len=2)
+    limits = EngineLimits(max_batch_size=3, max_input_len=60, max_seq_len=64, max_num_tokens=11)
+    weights = random_weights(geometry)
+    manifest = tiny_manifest(geometry=geometry, replay=replay, limits=limits)
+    # Prompts of one token, of less than a window, of several pieces, and up to the engine's longest sequence.
+    prompts = [[5], [7, 8], list(range(3, 50)), [9, 4] * 6, list(range(2, 62)), [1, 2, 3] * 7]
+    plain = TorchExecutor(geometry, replay, limits, lambda _: weights, CPU)
+    executor = StandInExecutor(manifest, weights)
+    assert generate(executor, prompts, 2) == generate(plain, prompts, 2)
+    assert set(executor.kinds) == {"decode", "prefill"}
+
+
+def test_an_engine_whose_tensors_are_not_the_manifests_is_refused() -> None:
+    manifest = tiny_manifest()
+    bindings.check_engine(EngineStandIn(manifest), manifest)
+    renamed = EngineStandIn(manifest)
+    renamed.records["other"] = renamed.records.pop("logits")
+    with pytest.raises(ManifestError, match="logits, other"):
+        bindings.check_engine(renamed, manifest)
+    retyped = EngineStandIn(manifest)
+    retyped.dtypes["logits"] = "HALF"
+    with pytest.raises(ManifestError, match=r"tensor logits: found float16 .*; needed float32"):
+        bindings.check_engine(retyped, manifest)
+
+
+def test_a_state_that_shares_memory_with_another_input_is_refused() -> None:
+    manifest = tiny_manifest()
+    engine = EngineStandIn(manifest)
+    engine.aliases["present_ssm_state_0"] = None
+    bindings.check_engine(engine, manifest)
+    engine.aliases["present_ssm_state_0"] = "past_ssm_state_3"
+    with pytest.raises(BackendError, match="present_ssm_state_0 aliases past_ssm_state_3"):
+        bindings.check_engine(engine, manifest)
+
+
+def test_weights_that_are_missing_or_of_another_type_are_refused(geometry: ModelGeometry) -> None:
+    manifest, weights = tiny_manifest(geometry=geometry), random_weights(geometry)
+    for name, replaced in (("final_norm.weight", None), ("final_norm.weight", torch.zeros(3))):
+        wrong = {key: value for key, value in weights.items() if key != name}
+        if replaced is not None:
+            wrong[name] = replaced
+        with pytest.raises(ManifestError, match=name):
+            StandInExecutor(manifest, wrong)

@@ -1,0 +1,39 @@
+"""ReplaySSM for TensorRT users: checkpoint-and-ring decode of hybrid models, with lossless rollback of draft tokens.
+
+The public names. ``LLM`` and the outputs are imported when touched, so that ``import trtllm_replayssm`` stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm.errors import ReplaySSMError
+
+if TYPE_CHECKING:
+    from trtllm_replayssm.runtime.llm import LLM
+    from trtllm_replayssm.runtime.outputs import CompletionOutput, RequestOutput
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "NGramDecodingConfig",
+    "ReplayConfig",
+    "ReplaySSMError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_LAZY = {
+    "LLM": "trtllm_replayssm.runtime.llm",
+    "CompletionOutput": "trtllm_replayssm.runtime.outputs",
+    "RequestOutput": "trtllm_replayssm.runtime.outputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,171 @@
+"""``trtllm-replayssm run``: prompts -> generated text."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm.errors import RequestError, UnsupportedError
+
+if TYPE_CHECKING:
+    from trtllm_replayssm.runtime.outputs import RequestOutput
+    from trtllm_replayssm.runtime.prompts import Prompt
+
+
+def command(
+    model: Annotated[Path, typer.Option("--model", help="Hugging Face folder, rank checkpoint or engine folder.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Text; give it several times for a batch.")
+    ] = None,
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--input_file", help="One prompt a line; or .jsonl, each line with a key prompt or prompt_token_ids."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max_tokens", help="Most tokens to generate.")] = 64,
+    min_tokens: Annotated[int, typer.Option("--min_tokens", help="Fewest tokens to generate.")] = 0,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top_k", help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top_p", help="Keep the fewest tokens that reach this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of the random numbers; repeats a sampled run.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a generation; repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore_eos", help="Do not end at the end token.")] = False,
+    speculative: Annotated[str | None, typer.Option("--speculative", help="Where drafts come from: ngram.")] = None,
+    max_draft_len: Annotated[
+        int | None, typer.Option("--max_draft_len", help="Most drafts of a step; 4 with --speculative.")
+    ] = None,
+    history: Annotated[
+        int | None,
+        typer.Option("--history", help="Most pending tokens before a checkpoint is written: 16, or the engine's."),
+    ] = None,
+    conventional: Annotated[
+        bool, typer.Option("--conventional", help="Rewrite the state for every token, to compare with.")
+    ] = False,
+    executor: Annotated[str, typer.Option("--executor", help="auto, torch or tensorrt.")] = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, float16 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:<n>.")] = "auto",
+    max_batch_size: Annotated[int | None, typer.Option("--max_batch_size", help="Prompts that run at a time.")] = None,
+    max_seq_len: Annotated[int | None, typer.Option("--max_seq_len", help="Tokens of the longest sequence.")] = None,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option("--checkpoint_dir", help="The weights of an engine folder that has none.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Print what was counted, too.")] = False,
+) -> None:
+    """Generate text from prompts."""
+    prompts = read_prompts(prompt or [], input_file)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    speculative_config = _speculative_config(speculative, max_draft_len)
+    chosen: dict[str, Any] = {} if history is None else {"history": history}
+    if conventional:
+        chosen["enabled"] = False
+    from trtllm_replayssm.runtime.llm import LLM
+
+    llm = LLM(
+        model,
+        executor=executor,  # type: ignore[arg-type]  # checked there, with the list of names
+        dtype=dtype,
+        device=device,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        replay=ReplayConfig(**chosen),
+        speculative_config=speculative_config,
+        checkpoint_dir=checkpoint_dir,
+    )
+    outputs = llm.generate(prompts, params)
+    counted = llm.metrics() if metrics else None
+    if as_json:
+        result: dict[str, Any] = {"outputs": [asdict(output) for output in outputs]}
+        print(json.dumps(result if counted is None else result | {"metrics": counted}, ensure_ascii=False))
+    else:
+        _print(outputs, counted)
+
+
+def read_prompts(texts: Sequence[str], input_file: Path | None) -> "list[Prompt]":
+    """Gather the prompts of a call.
+
+    Args:
+        texts: given on the command line.
+        input_file: one prompt a line, blank lines skipped; or .jsonl.
+
+    Raises:
+        RequestError: there is none, or a line cannot be read as a prompt.
+        OSError: the file cannot be read.
+    """
+    if bool(texts) == (input_file is not None):
+        raise RequestError("prompts: needed --prompt or --input_file, one of the two.")
+    if input_file is None:
+        return list(texts)
+    try:
+        lines = input_file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{input_file}: found no UTF-8 text ({error}); needed one prompt a line.") from error
+    is_json = input_file.suffix == ".jsonl"
+    prompts = [
+        _json_prompt(f"{input_file}:{number}", line) if is_json else line
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise RequestError(f"{input_file}: found no prompt; needed one a line.")
+    return prompts
+
+
+def _json_prompt(where: str, line: str) -> "Prompt":
+    needed = 'needed {"prompt": "text"} or {"prompt_token_ids": [ids]}'
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{where}: found no valid JSON ({error}); {needed}.") from error
+    keys = [key for key in ("prompt", "prompt_token_ids") if isinstance(record, dict) and key in record]
+    if len(keys) != 1 or len(record) != 1:
+        raise RequestError(f"{where}: found {line[:80]!r}; {needed}, and nothing else.")
+    value: Prompt = record[keys[0]]
+    if not isinstance(value, str if keys[0] == "prompt" else list):
+        raise RequestError(f"{where}: found {line[:80]!r}; {needed}.")
+    return value
+
+
+def _speculative_config(name: str | None, max_draft_len: int | None) -> NGramDecodingConfig | None:
+    if name is None:
+        if max_draft_len is not None:
+            raise RequestError("max_draft_len: found without --speculative; needed both or neither.")
+        return None
+    if name in ("mtp", "draft"):
+        raise UnsupportedError(f"speculative: found {name!r}; this version drafts with 'ngram' alone.")
+    if name != "ngram":
+        raise RequestError(f"speculative: found {name!r}; needed 'ngram'.")
+    return NGramDecodingConfig() if max_draft_len is None else NGramDecodingConfig(max_draft_len=max_draft_len)
+
+
+def _print(outputs: "Sequence[RequestOutput]", metrics: dict[str, int | float] | None) -> None:
+    for output in outputs:
+        completion = output.outputs[0]
+        if len(outputs) > 1:
+            print(f"--- prompt {output.request_id}: {_shortened(output)}")
+        # Without a tokenizer there is no text; the ids are what was generated.
+        print(completion.text or " ".join(str(token_id) for token_id in completion.token_ids))
+    if metrics is not None:
+        print("--- metrics")
+        width = max(len(name) for name in metrics)
+        for name, value in metrics.items():
+            print(f"{name:<{width}}  {value:.3f}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+
+
+def _shortened(output: "RequestOutput") -> str:
+    text = " ".join(map(str, output.prompt_token_ids)) if output.prompt is None else " ".join(output.prompt.split())
+    return text if len(text) <= 60 else text[:57] + "..."

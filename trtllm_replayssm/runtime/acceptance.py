@@ -1,0 +1,95 @@
+"""The verdict on a window: which drafts stay, and which token follows.
+
+The target's own token is chosen at every window position, by the request's rules, and a draft stays while it equals
+that token. For greedy requests this is the greedy match. For sampled ones it is rejection sampling with one-hot draft
+distributions (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1): a
+draft d is kept with the target's probability p(d), and given that it is not, the token put in its place is distributed
+as p restricted to tokens other than d, which is the normalised residual max(0, p - 1_d). As the random number of a
+token is fixed by seed and position, speculation then leaves even sampled sequences as they are, token for token.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from trtllm_replayssm.errors import RequestError
+from trtllm_replayssm.runtime.sampling import TokenRule, choose_tokens
+from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
+
+
+def count_accepted(drafts: Sequence[int], target_tokens: Sequence[int]) -> int:
+    """Return how many window tokens stay: the pending token and the drafts that the target agrees with.
+
+    Args:
+        drafts: the draft tokens of the window, n - 1 of them.
+        target_tokens: the target's token after each of the n window tokens.
+    """
+    accepted = 1
+    for draft, target in zip(drafts, target_tokens[:-1], strict=True):
+        if draft != target:
+            break
+        accepted += 1
+    return accepted
+
+
+def judge(plan: StepPlan, logits: torch.Tensor) -> tuple[Verdict, ...]:
+    """Decide about every row of a step.
+
+    Args:
+        plan: the step.
+        logits: [B, J, V] fp32: J is S for a decode step, 1 for prefill.
+
+    Returns:
+        One verdict per row of the plan.
+
+    Raises:
+        RequestError: logits are not finite.
+    """
+    rules: list[TokenRule] = []
+    places: list[tuple[int, int]] = []
+    for row in plan.rows:
+        for j in range(_num_targets(row)):
+            rules.append(_rule(row, j))
+            places.append((row.slot - plan.first_slot, j))
+    if not rules:
+        return tuple(Verdict(len(row.token_ids), (), ()) for row in plan.rows)
+    rows, positions = torch.tensor(places, device=logits.device).T
+    tokens, logprobs = choose_tokens(logits[rows, positions], rules)
+    verdicts, start = [], 0
+    for row in plan.rows:
+        end = start + _num_targets(row)
+        verdicts.append(_verdict(row, tokens[start:end], logprobs[start:end]))
+        start = end
+    return tuple(verdicts)
+
+
+def _num_targets(row: RowPlan) -> int:
+    return 1 + row.num_drafts if row.is_sampled else 0
+
+
+def _rule(row: RowPlan, j: int) -> TokenRule:
+    request, params = row.request, row.request.params
+    return TokenRule(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=request.seed,
+        position=request.num_tokens + j,
+        banned=request.banned_at(len(request.token_ids) + j),
+    )
+
+
+def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float]) -> Verdict:
+    if not row.is_sampled:
+        return Verdict(len(row.token_ids), (), ())
+    kept = count_accepted(row.drafts, tokens)
+    for index, logprob in enumerate(logprobs[:kept]):
+        if logprob != logprob:
+            raise RequestError(
+                f"request {row.request.request_id}: found logits that are not finite at position "
+                f"{row.request.num_tokens + index}; needed finite ones. A float16 model may overflow: try dtype "
+                f"'bfloat16' or 'float32'."
+            )
+    # A prompt piece stays whole; of a decode window the pending token and the accepted drafts stay.
+    num_accepted = len(row.token_ids) - row.num_drafts + kept - 1
+    return Verdict(num_accepted, tuple(tokens[:kept]), tuple(logprobs[:kept]))

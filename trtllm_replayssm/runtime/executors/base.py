@@ -1,0 +1,39 @@
+"""What the loop knows of an executor: one step of the model, and the shapes it was made for."""
+
+from typing import Protocol
+
+import torch
+
+from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
+
+
+class Executor(Protocol):
+    """Runs steps of one model on state pools that it owns.
+
+    Attributes:
+        name: "torch" or "tensorrt".
+        geometry: the model's shapes.
+        replay: history and window.
+        limits: slots and lengths; the pools have limits.max_batch_size slots.
+        device: where step inputs are wanted.
+        is_conventional: whether the recurrent state is rewritten for every token, for comparison.
+    """
+
+    name: str
+    geometry: ModelGeometry
+    replay: ReplayGeometry
+    limits: EngineLimits
+    device: torch.device
+    is_conventional: bool
+
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        """Run one step; states are updated in place, nothing is committed.
+
+        A step that flushes must run exactly once per ``advance``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release device memory; the executor is not used again."""
+        ...

@@ -1,0 +1,74 @@
+"""The dock: a plan becomes the step's device tensors, in one copy to the device."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trtllm_replayssm.runtime.slots import Slots
+from trtllm_replayssm.runtime.step import StepInputs, StepPlan
+
+PADDING_SLOT = -1
+_ALIGNMENT = 64  # int32 values, 256 bytes: what a CUDA allocation of its own would have
+
+
+def build_inputs(plan: StepPlan, slots: Slots, device: torch.device) -> StepInputs:
+    """Lay out a plan as tensors.
+
+    Args:
+        plan: the rows that run, drafts included.
+        slots: the counters; read only.
+        device: where the executor wants its inputs.
+
+    Returns:
+        int32 tensors, views of one buffer. Decode steps ask for the logits of all S positions, prefill for the last.
+    """
+    num_rows, window = plan.num_rows, plan.window
+    positions = window if plan.kind == "decode" else 1
+    shapes = [(num_rows, window), (num_rows,), (num_rows,), (num_rows,), (num_rows,), (num_rows, positions)]
+    offsets, size = _offsets(shapes)
+    buffer = np.zeros(size, dtype=np.int32)
+    host = [
+        buffer[start : start + int(np.prod(shape))].reshape(shape) for start, shape in zip(offsets, shapes, strict=True)
+    ]
+    _fill(host, plan, slots)
+    packed = torch.from_numpy(buffer).to(device)
+    views = [
+        packed[start : start + int(np.prod(shape))].view(shape) for start, shape in zip(offsets, shapes, strict=True)
+    ]
+    input_ids, past_lengths, checkpoint_lengths, num_tokens, slot_ids, logits_indices = views
+    return StepInputs(
+        input_ids=input_ids,
+        past_lengths=past_lengths,
+        checkpoint_lengths=checkpoint_lengths,
+        num_tokens=num_tokens,
+        slot_ids=slot_ids,
+        logits_indices=logits_indices,
+        first_slot=plan.first_slot,
+        max_past_length=_max_past_length(plan, slots),
+    )
+
+
+def _max_past_length(plan: StepPlan, slots: Slots) -> int:
+    return max(int(slots.past_lengths[row.slot]) for row in plan.rows)
+
+
+def _offsets(shapes: list[tuple[int, ...]]) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for shape in shapes:
+        offsets.append(end)
+        end += -(-int(np.prod(shape)) // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def _fill(host: list[npt.NDArray[np.int32]], plan: StepPlan, slots: Slots) -> None:
+    input_ids, past_lengths, checkpoint_lengths, num_tokens, slot_ids, logits_indices = host
+    of_step = slice(plan.first_slot, plan.first_slot + plan.num_rows)
+    past_lengths[:] = slots.past_lengths[of_step]
+    checkpoint_lengths[:] = slots.checkpoint_lengths[of_step]
+    slot_ids[:] = PADDING_SLOT
+    for planned in plan.rows:
+        row, n = planned.slot - plan.first_slot, len(planned.token_ids)
+        input_ids[row, :n] = planned.token_ids
+        num_tokens[row] = n
+        slot_ids[row] = planned.slot
+        logits_indices[row] = n - 1 if plan.kind == "prefill" else np.minimum(np.arange(plan.window), n - 1)

@@ -1,0 +1,48 @@
+"""What ``LLM.generate`` returns, in TensorRT-LLM's shape."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One generated sequence.
+
+    Attributes:
+        index: number of the sequence within its request.
+        text: the generated text without the end token, stop token or stop string that ended it; "" without a
+            tokenizer.
+        token_ids: every generated token, those of the stop string and the end token included.
+        cumulative_logprob: sum of the tokens' natural log-probabilities under the model's own logits, before
+            temperature, top-k and top-p.
+        finish_reason: "stop" for an end token, stop token or stop string, "length" at max_tokens or max_seq_len.
+        stop_reason: the stop string or stop token id that ended the request; None for the end token and for "length".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One prompt and what was generated from it.
+
+    Attributes:
+        request_id: counts up over the life of an ``LLM``.
+        prompt: the prompt's text; None when it was given as token ids.
+        prompt_token_ids: the prompt as the model saw it.
+        outputs: the generated sequences; one.
+        finished: whether the request has ended.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool

@@ -1,0 +1,130 @@
+"""One request's life: waiting -> prefill -> decode -> finished."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from trtllm_replayssm.config import SamplingParams
+from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, RequestOutput
+from trtllm_replayssm.runtime.text_stream import TextStream
+
+
+class RequestState(StrEnum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+_ALLOWED = {
+    RequestState.WAITING: (RequestState.PREFILL, RequestState.FINISHED),
+    RequestState.PREFILL: (RequestState.DECODE, RequestState.FINISHED),
+    RequestState.DECODE: (RequestState.FINISHED,),
+    RequestState.FINISHED: (),
+}
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, the rules of its generation, and the tokens so far.
+
+    Attributes:
+        request_id: unique within an ``LLM``.
+        prompt: the prompt's text, or None.
+        prompt_token_ids: at least one token.
+        params: the rules.
+        seed: of this request's random numbers.
+        end_ids: tokens that end the request silently.
+        max_new_tokens: max_tokens, cut to what max_seq_len leaves.
+        text: detokenised output, or None without a tokenizer.
+        slot: row of the state pools while prefilling or decoding, else None.
+        state: where the request stands; changed by ``move_to`` alone.
+        token_ids: generated tokens. The last is pending: it is not yet in the recurrent state.
+        cumulative_logprob: sum of the tokens' log-probabilities.
+        finish_reason: why it ended.
+        stop_reason: the stop string or token id that ended it.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int]
+    max_new_tokens: int
+    text: TextStream | None = None
+    slot: int | None = None
+    state: RequestState = RequestState.WAITING
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the sequence: prompt and generated tokens."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no more tokens are to come."""
+        return self.state is RequestState.FINISHED
+
+    def move_to(self, state: RequestState) -> None:
+        """Change state; a transition that the life of a request does not have is our own bug."""
+        assert state in _ALLOWED[self.state], f"request {self.request_id} cannot go from {self.state} to {state}"
+        self.state = state
+
+    def banned_at(self, index: int) -> frozenset[int]:
+        """Return the tokens that may not be generated token number ``index``: those that end it before min_tokens."""
+        if index >= self.params.min_tokens:
+            return frozenset()
+        return self.end_ids | frozenset(self.params.stop_token_ids)
+
+    def append(self, token_id: int, logprob: float) -> None:
+        """Add a generated token, and finish the request if it is the last."""
+        self.token_ids.append(token_id)
+        self.cumulative_logprob += logprob
+        if token_id in self.end_ids:
+            self._finish("stop", None)
+        elif token_id in self.params.stop_token_ids:
+            self._finish("stop", token_id)
+        else:
+            stopped_by = self._read_text(token_id)
+            if stopped_by is not None:
+                self._finish("stop", stopped_by)
+            elif self.num_remaining <= 0:
+                self._finish("length", None)
+
+    def output(self) -> RequestOutput:
+        """Return the request as the user sees it."""
+        completion = CompletionOutput(
+            index=0,
+            text="" if self.text is None else self.text.text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        return RequestOutput(
+            self.request_id, self.prompt, list(self.prompt_token_ids), [completion], finished=self.is_finished
+        )
+
+    def _read_text(self, token_id: int) -> str | None:
+        if self.text is None:
+            return None
+        may_stop = len(self.token_ids) >= self.params.min_tokens
+        return self.text.push(token_id, self.params.stop if may_stop else ())
+
+    def _finish(self, reason: FinishReason, stopped_by: str | int | None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stopped_by
+        if self.text is not None and not isinstance(stopped_by, str):
+            self.text.close()
+        self.move_to(RequestState.FINISHED)

@@ -1,0 +1,93 @@
+"""Logits become tokens, in fp32: greedy, temperature, top-k, top-p.
+
+Random numbers come from a counter-based generator keyed by the request's seed, the counter being the token's position
+in its sequence. So a token depends on its own logits, seed and position: neither on the batch it runs in nor on
+how many drafts were tried before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_SMALLEST_TEMPERATURE = 1e-30  # dividing by less overflows fp32; at this value all weight is on the maximum
+
+
+@dataclass(frozen=True)
+class TokenRule:
+    """How one token is chosen.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely; 0 keeps all.
+        top_p: keep the fewest whose probability reaches top_p, after top_k.
+        seed: key of the random number.
+        position: counter of the random number: the position of the token in its sequence.
+        banned: tokens that may not be chosen.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    position: int
+    banned: frozenset[int] = frozenset()
+
+
+def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[list[int], list[float]]:
+    """Choose one token for each row of logits.
+
+    Args:
+        logits: [M, V] fp32.
+        rules: M rules.
+
+    Returns:
+        M token ids, and M natural log-probabilities under the unchanged logits (NaN where those are not finite).
+        Greedy takes the lowest id among equals.
+    """
+    allowed = _without_banned(logits, rules)
+    tokens = allowed.argmax(dim=-1)
+    sampled = [index for index, rule in enumerate(rules) if rule.temperature > 0.0]
+    if sampled:
+        where = torch.tensor(sampled, device=logits.device)
+        tokens[where] = _sample(allowed[where], [rules[index] for index in sampled])
+    chosen = logits.gather(-1, tokens[:, None])[:, 0]
+    logprobs = chosen - logits.logsumexp(dim=-1)
+    return tokens.tolist(), logprobs.tolist()
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the random number of one token, in [0, 1): Philox with the seed as key and the position as counter."""
+    return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
+
+
+def _without_banned(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
+    pairs = [(row, token) for row, rule in enumerate(rules) for token in sorted(rule.banned)]
+    if not pairs:
+        return logits
+    rows, tokens = torch.tensor(pairs, device=logits.device).T
+    return logits.index_put((rows, tokens), logits.new_tensor(float("-inf")))
+
+
+def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
+    def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
+
+    vocab_size = logits.shape[-1]
+    temperature = column([max(rule.temperature, _SMALLEST_TEMPERATURE) for rule in rules], torch.float32)
+    top_k = column([rule.top_k or vocab_size for rule in rules], torch.float32)
+    top_p = column([rule.top_p for rule in rules], torch.float64)
+    uniforms = column([uniform(rule.seed, rule.position) for rule in rules], torch.float64)
+
+    # The maximum is taken off before the division, so that no temperature overflows. The sort is stable: equal logits
+    # keep the order of their ids on every device.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(vocab_size, device=logits.device)
+    probabilities = scaled.masked_fill(ranks >= top_k, float("-inf")).softmax(dim=-1).double()
+    before = probabilities.cumsum(dim=-1) - probabilities
+    cumulative = probabilities.masked_fill(before >= top_p, 0.0).cumsum(dim=-1)
+    # The first token whose cumulative probability exceeds u * total; a token of probability 0 is never that one.
+    rank = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return order.gather(-1, rank.clamp(max=vocab_size - 1))[:, 0]

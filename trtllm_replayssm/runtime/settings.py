@@ -1,0 +1,131 @@
+"""What a user asked for, made whole: a model's geometry or an engine's manifest fills in what was left open."""
+
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from trtllm_replayssm.config import ReplayConfig
+from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.manifest import Manifest
+from trtllm_replayssm.errors import ConfigError
+
+DEFAULT_BATCH_SIZE = 8
+# A cache of the model's whole context for every slot would fill most devices; who needs more says so.
+DEFAULT_MAX_SEQ_LEN = 4096
+# A prompt piece long enough to keep a GPU busy, short enough not to stall the other requests for long.
+DEFAULT_MAX_NUM_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Options:
+    """The user's wishes; None where there is none.
+
+    Attributes:
+        dtype: activation type, or "auto".
+        max_batch_size: requests that run at a time.
+        max_seq_len: tokens of the longest sequence.
+        max_num_tokens: tokens of the longest prompt piece.
+        replay: history, state type and mode.
+        max_draft_len: most drafts of the chosen drafter; 0 without one.
+    """
+
+    dtype: str
+    max_batch_size: int | None
+    max_seq_len: int | None
+    max_num_tokens: int | None
+    replay: ReplayConfig
+    max_draft_len: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an executor and a loop are made from.
+
+    Attributes:
+        geometry: the model.
+        replay: history, window and state type.
+        limits: what requests are held to.
+    """
+
+    geometry: ModelGeometry
+    replay: ReplayGeometry
+    limits: EngineLimits
+
+
+def of_model(geometry: ModelGeometry, options: Options) -> Settings:
+    """Return the settings of a model that is no engine.
+
+    Raises:
+        ConfigError: history < 1 + max_draft_len, or a limit out of range.
+    """
+    protocol.check_history(options.replay.history, options.max_draft_len)
+    replay = ReplayGeometry(
+        history=options.replay.history, max_draft_len=options.max_draft_len, state_dtype=options.replay.state_dtype
+    )
+    max_seq_len = options.max_seq_len
+    if max_seq_len is None:
+        max_seq_len = min(geometry.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+    if max_seq_len < 2:
+        raise ConfigError(f"max_seq_len: found {max_seq_len}; needed 2 or more, a prompt token and a generated one.")
+    max_num_tokens = DEFAULT_MAX_NUM_TOKENS if options.max_num_tokens is None else options.max_num_tokens
+    limits = _limits(
+        max_batch_size=DEFAULT_BATCH_SIZE if options.max_batch_size is None else options.max_batch_size,
+        max_input_len=max_seq_len - 1,
+        max_seq_len=max_seq_len,
+        max_num_tokens=min(max_num_tokens, max_seq_len - 1),
+    )
+    return Settings(geometry, replay, limits)
+
+
+def of_engine(manifest: Manifest, options: Options) -> Settings:
+    """Return the settings of an engine: its own, with limits lowered where the user asked for less.
+
+    Raises:
+        ConfigError: the user asked for what the engine was not built with; every such field is named.
+    """
+    problems = _contradictions(manifest, options)
+    if problems:
+        raise ConfigError(
+            f"engine: found {'; '.join(problems)}. Leave the option out, or build an engine with these values."
+        )
+    built = manifest.limits
+    max_seq_len = built.max_seq_len if options.max_seq_len is None else options.max_seq_len
+    max_num_tokens = built.max_num_tokens if options.max_num_tokens is None else options.max_num_tokens
+    max_input_len = min(built.max_input_len, max_seq_len)
+    limits = _limits(
+        max_batch_size=built.max_batch_size if options.max_batch_size is None else options.max_batch_size,
+        max_input_len=max_input_len,
+        max_seq_len=max_seq_len,
+        max_num_tokens=min(max_num_tokens, max_input_len),
+    )
+    return Settings(manifest.geometry, manifest.replay, limits)
+
+
+def _contradictions(manifest: Manifest, options: Options) -> list[str]:
+    built, replay = manifest.limits, manifest.replay
+    at_most = {
+        "max_batch_size": (options.max_batch_size, built.max_batch_size),
+        "max_seq_len": (options.max_seq_len, built.max_seq_len),
+        "max_num_tokens": (options.max_num_tokens, built.max_num_tokens),
+        "max_draft_len": (options.max_draft_len, replay.max_draft_len),
+    }
+    problems = [
+        f"{name}={wanted}, built for at most {limit}"
+        for name, (wanted, limit) in at_most.items()
+        if wanted is not None and wanted > limit
+    ]
+    for name in ("history", "state_dtype"):
+        wanted, has = getattr(options.replay, name), getattr(replay, name)
+        if name in options.replay.model_fields_set and wanted != has:
+            problems.append(f"{name}={wanted}, built for {has}")
+    if options.dtype not in ("auto", manifest.geometry.dtype):
+        problems.append(f"dtype={options.dtype}, built for {manifest.geometry.dtype}")
+    return problems
+
+
+def _limits(**values: int) -> EngineLimits:
+    try:
+        return EngineLimits(**values)
+    except ValidationError as error:
+        raise ConfigError(f"limits: {error.errors()[0]['msg'].removeprefix('Value error, ')}.") from error

@@ -1,0 +1,56 @@
+"""Where draft tokens come from. Plain decoding is the drafter that proposes none."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Drafter(Protocol):
+    """Proposes tokens that may follow a sequence; wrong ones cost time, never correctness.
+
+    Attributes:
+        max_draft_len: most tokens it ever proposes for one sequence.
+    """
+
+    max_draft_len: int
+
+    def begin(self, request_id: int, prompt_token_ids: Sequence[int]) -> None:
+        """Meet a new sequence."""
+        ...
+
+    def observe(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """Learn which tokens were really appended to a sequence."""
+        ...
+
+    def propose(self, limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        """Propose drafts.
+
+        Args:
+            limits: request id -> most drafts that are of use, 0 or more.
+
+        Returns:
+            request id -> at most so many tokens; a missing request has none.
+        """
+        ...
+
+    def end(self, request_id: int) -> None:
+        """Forget a sequence."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding: one token a step."""
+
+    max_draft_len = 0
+
+    def begin(self, request_id: int, prompt_token_ids: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def observe(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def propose(self, limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        """Propose none."""
+        return {}
+
+    def end(self, request_id: int) -> None:
+        """Do nothing."""

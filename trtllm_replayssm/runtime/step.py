@@ -1,0 +1,128 @@
+"""The doors of one step: what the scheduler plans, what an executor gets, what it returns. All frozen.
+
+Symbols: ``B`` rows, ``S`` window tokens, ``J`` logit positions, ``V`` vocabulary. A row lives for one step; a slot
+belongs to a request. Row i of a step stands for slot ``first_slot + i``, because TensorRT's linear cache update writes
+cache row i for batch row i.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from trtllm_replayssm.runtime.request import Request
+
+StepKind = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """One request's window in this step.
+
+    Attributes:
+        request: whose tokens they are.
+        slot: the request's slot.
+        token_ids: the window, in order: a piece of the prompt, or the pending token and then the drafts.
+        num_drafts: how many of the last window tokens are drafts.
+        is_sampled: whether new tokens are chosen from the window's logits; False for a prompt piece but the last.
+    """
+
+    request: Request
+    slot: int
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    is_sampled: bool
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """The draft tokens of the window."""
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    def with_drafts(self, drafts: tuple[int, ...]) -> "RowPlan":
+        """Return the row with draft tokens appended to its window."""
+        return replace(self, token_ids=self.token_ids + drafts, num_drafts=len(drafts))
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Who runs, and with which tokens.
+
+    Attributes:
+        kind: "prefill" runs a piece of one prompt, "decode" one window of every decoding request.
+        rows: the rows that have a slot, ascending by slot; the others are padding.
+        first_slot: slot of row 0.
+        num_rows: B.
+    """
+
+    kind: StepKind
+    rows: tuple[RowPlan, ...]
+    first_slot: int
+    num_rows: int
+
+    @property
+    def window(self) -> int:
+        """S, the longest window of a row."""
+        return max(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The step inputs of ``contract.tensors.step_specs``, int32, on the executor's device.
+
+    Attributes:
+        input_ids: [B, S].
+        past_lengths: [B]. A padding row carries its slot's true value: TensorRT's cache update writes S rows at
+            that position for every row, and beyond a live request's committed tokens they do no harm.
+        checkpoint_lengths: [B].
+        num_tokens: [B]; 0 for padding.
+        slot_ids: [B]; -1 for padding.
+        logits_indices: [B, J], window positions whose logits are wanted.
+        first_slot: the key/value cache rows of the step are [first_slot, first_slot + B).
+        max_past_length: largest past_lengths of the rows that have a slot, known to the host.
+    """
+
+    input_ids: torch.Tensor
+    past_lengths: torch.Tensor
+    checkpoint_lengths: torch.Tensor
+    num_tokens: torch.Tensor
+    slot_ids: torch.Tensor
+    logits_indices: torch.Tensor
+    first_slot: int
+    max_past_length: int
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors in the order of ``contract.tensors.step_specs``."""
+        return (
+            self.input_ids,
+            self.past_lengths,
+            self.checkpoint_lengths,
+            self.num_tokens,
+            self.slot_ids,
+            self.logits_indices,
+        )
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step returns: never lengths.
+
+    Attributes:
+        logits: fp32 [B, J, V]; valid until the next step.
+    """
+
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided about one row's window.
+
+    Attributes:
+        num_accepted_tokens: window tokens that stay, 0..n.
+        new_token_ids: the tokens to append to the sequence: the accepted drafts and the target's own next token.
+        logprobs: natural log-probability of each, under the model's logits.
+    """
+
+    num_accepted_tokens: int
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]

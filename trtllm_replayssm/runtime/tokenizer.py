@@ -1,0 +1,46 @@
+"""Text to tokens and back, from a model folder's ``tokenizer.json`` alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as _FastTokenizer
+
+from trtllm_replayssm.errors import RequestError
+from trtllm_replayssm.runtime.text_stream import TextStream
+
+
+class Tokenizer:
+    """A fast tokenizer, read without ``transformers``.
+
+    Args:
+        file: a ``tokenizer.json``.
+
+    Raises:
+        RequestError: the file cannot be read as a tokenizer.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._tokenizer = _FastTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise RequestError(f"{file}: found no readable tokenizer ({error}); needed a tokenizer.json.") from error
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer | None":
+        """Return the folder's tokenizer, or None where it has none."""
+        file = folder / "tokenizer.json"
+        return cls(file) if file.is_file() else None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, with the special tokens that the tokenizer's own template adds."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens; bytes that form no character become the replacement character."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+        """Return an empty text that grows token by token."""
+        return TextStream(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
