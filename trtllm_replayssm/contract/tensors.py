@@ -58,25 +58,44 @@ def logits_spec(geometry: ModelGeometry) -> TensorSpec:
     return TensorSpec("logits", "float32", ("B", "J", geometry.vocab_size), "result")
 
 
-def state_specs(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> tuple[TensorSpec, ...]:
-    """Return every state of a model, layer by layer, in the order of the network's inputs and outputs."""
+def state_specs(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, *, conventional: bool = False
+) -> tuple[TensorSpec, ...]:
+    """Return every state of a model, layer by layer, in the order of the network's inputs and outputs.
+
+    Args:
+        geometry: of the model.
+        replay: history, window and state type.
+        limits: of the engine or executor.
+        conventional: the states of the decode that rewrites them for every token: one snapshot per window token
+            and one to start from, and no rings but the convolution's.
+    """
     specs: list[TensorSpec] = []
     for index, kind in enumerate(geometry.layer_types):
         if kind is LayerType.MAMBA2:
-            specs += _mamba2_states(index, geometry, replay, limits.max_batch_size)
+            specs += _mamba2_states(index, geometry, replay, limits.max_batch_size, conventional)
         elif kind is LayerType.ATTENTION:
             specs += _attention_states(index, geometry, limits.kv_capacity(replay.window))
     return tuple(specs)
 
 
-def _mamba2_states(index: int, geometry: ModelGeometry, replay: ReplayGeometry, slots: int) -> list[TensorSpec]:
+def _mamba2_states(
+    index: int, geometry: ModelGeometry, replay: ReplayGeometry, slots: int, conventional: bool
+) -> list[TensorSpec]:
     m = geometry.mamba2
     assert m is not None, "a geometry with Mamba-2 layers describes them"
     rows = replay.ring_rows
     activation, state = geometry.dtype, replay.state_dtype
+    conv_ring = TensorSpec(
+        f"conv_ring_{index}", activation, (slots, replay.conv_ring_rows(m.d_conv), m.conv_dim), "state"
+    )
+    one_state = (m.n_heads, m.head_dim, m.d_state)
+    if conventional:
+        snapshots: tuple[Dim, ...] = (slots, replay.window + 1, *one_state)
+        return [conv_ring, TensorSpec(f"ssm_snapshots_{index}", state, snapshots, "state")]
     return [
-        TensorSpec(f"conv_ring_{index}", activation, (slots, replay.conv_ring_rows(m.d_conv), m.conv_dim), "state"),
-        TensorSpec(f"ssm_state_{index}", state, (slots, m.n_heads, m.head_dim, m.d_state), "state"),
+        conv_ring,
+        TensorSpec(f"ssm_state_{index}", state, (slots, *one_state), "state"),
         TensorSpec(f"x_ring_{index}", activation, (slots, rows, m.n_heads, m.head_dim), "state"),
         TensorSpec(f"b_ring_{index}", activation, (slots, rows, m.n_groups, m.d_state), "state"),
         TensorSpec(f"dt_ring_{index}", "float32", (slots, rows, m.n_heads), "state"),

@@ -1,0 +1,202 @@
+"""Building an engine: everything is checked first, then exported, compiled and built in a folder of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from trtllm_replayssm import backend as backends
+from trtllm_replayssm.backend import Backend, BackendName
+from trtllm_replayssm.builders import engine_folder, kernels
+from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
+from trtllm_replayssm.builders.checkpoint.staging import check_output, staged_folder
+from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
+from trtllm_replayssm.builders.plan import build_plan, target_capabilities
+from trtllm_replayssm.builders.profiles import bindings, profiles
+from trtllm_replayssm.builders.progress import BuildProgress
+from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry, StateDtype
+from trtllm_replayssm.contract.manifest import ENGINE_FILE, WEIGHTS_FILE, BuildReport, Manifest, WeightsMode
+from trtllm_replayssm.errors import CheckpointError, ConfigError
+
+ONNX_FILE = "model.onnx"
+# A prefill window longer than this gains no speed and takes activation memory in proportion.
+DEFAULT_MAX_NUM_TOKENS = 2048
+DEFAULT_NEW_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class BuildTask:
+    """A build whose every setting has been checked.
+
+    Attributes:
+        checkpoint_dir: where config, weights and tokenizer are.
+        geometry: of the model.
+        replay: history, window and state type.
+        limits: what the engine will accept.
+        weights: where the weights will be.
+        has_weights: whether checkpoint_dir holds them.
+        backend: the TensorRT to build with.
+        capabilities: targets as 10 * major + minor.
+    """
+
+    checkpoint_dir: Path
+    geometry: ModelGeometry
+    replay: ReplayGeometry
+    limits: EngineLimits
+    weights: WeightsMode
+    has_weights: bool
+    backend: Backend
+    capabilities: tuple[int, ...]
+
+
+def build(  # noqa: PLR0913 - the options of the command line, by their names
+    checkpoint_dir: Path | str,
+    output_dir: Path | str,
+    *,
+    backend: BackendName | None = None,
+    max_batch_size: int = 8,
+    max_input_len: int = 1024,
+    max_seq_len: int | None = None,
+    max_num_tokens: int | None = None,
+    max_draft_len: int = 0,
+    history: int = 16,
+    state_dtype: StateDtype = "float32",
+    weights: WeightsMode = "external",
+    compute_capabilities: Sequence[int] | None = None,
+    progress: BuildProgress | None = None,
+) -> Path:
+    """Build an engine folder.
+
+    Args:
+        checkpoint_dir: a rank checkpoint; with external weights a folder with only a config.json will do, a Hugging
+            Face model's or a rank checkpoint's.
+        output_dir: folder to write, new or empty. It appears whole, or not at all.
+        backend: "tensorrt" or "tensorrt_rtx"; None takes the first that is installed.
+        max_batch_size: slots, and rows of a decode step.
+        max_input_len: tokens of the longest prompt.
+        max_seq_len: tokens of prompt and generation together; None adds 1024 to max_input_len.
+        max_num_tokens: tokens of the longest prefill window; None takes max_input_len, at most 2048.
+        max_draft_len: most draft tokens of a step; 0 without speculation.
+        history: most pending tokens of a slot, at least 1 + max_draft_len.
+        state_dtype: type of the recurrent state in memory.
+        weights: "external" keeps them out of the plan, to be bound at load; "embedded" puts them into it.
+        compute_capabilities: GPUs to build for, as 10 * major + minor; None takes the backend's default.
+        progress: where to show the steps.
+
+    Returns:
+        output_dir.
+
+    Raises:
+        ConfigError: settings that contradict each other, or an output that is taken.
+        CheckpointError: not a rank checkpoint, or no weights to embed.
+        UnsupportedError: there is no kernel for the model's shapes.
+        BackendError: no TensorRT that can build this.
+        BuildError: TensorRT or the compilers refused; with their own lines.
+    """
+    output_dir = Path(output_dir)
+    replay, limits = _settings(
+        history, max_draft_len, state_dtype, (max_batch_size, max_input_len, max_seq_len, max_num_tokens)
+    )
+    check_output(output_dir)
+    folder, geometry, has_weights = _open_checkpoint(Path(checkpoint_dir), weights)
+    kernels.specializations(geometry, replay)
+    chosen = backends.load(backend)
+    capabilities = target_capabilities(chosen, compute_capabilities)
+    task = BuildTask(folder, geometry, replay, limits, weights, has_weights, chosen, capabilities)
+    with progress or BuildProgress() as shown, staged_folder(output_dir) as staging:
+        _build_in(staging, task, shown)
+    return output_dir
+
+
+def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
+    if task.has_weights:
+        engine_folder.link_weights(task.checkpoint_dir, staging)
+    weights_file = staging / WEIGHTS_FILE if task.has_weights else None
+    onnx_file = staging / ONNX_FILE
+    with progress.step("draw network"):
+        network = write_network_apart(
+            NetworkTask(
+                geometry=task.geometry,
+                replay=task.replay,
+                limits=task.limits,
+                compute_capabilities=task.capabilities,
+                onnx_file=onnx_file,
+                weights_file=weights_file if task.weights == "embedded" else None,
+            )
+        )
+    with progress.step("load plugins"):
+        task.backend.load_plugins()
+    tensors = bindings(task.geometry, task.replay, task.limits, task.weights)
+    ranges = profiles(task.replay, task.limits)
+    plan = build_plan(task.backend, onnx_file, staging / ENGINE_FILE, tensors, ranges, task.capabilities, progress)
+    onnx_file.unlink()
+    manifest = Manifest(
+        package_version=engine_folder.package_version(),
+        backend=task.backend.name,
+        backend_version=task.backend.version,
+        compute_capabilities=task.capabilities,
+        geometry=task.geometry,
+        replay=task.replay,
+        limits=task.limits,
+        tensors=tensors,
+        profiles=ranges,
+        plugins=network.plugins,
+        weights=task.weights,
+        checkpoint=engine_folder.checkpoint_record(task.geometry, weights_file),
+        engine_sha256=plan.sha256,
+        engine_bytes=plan.num_bytes,
+    )
+    report = BuildReport(
+        network_layers=plan.network_layers,
+        engine_layers=plan.engine_layers,
+        warnings=plan.warnings,
+        seconds=network.seconds | progress.seconds,
+    )
+    engine_folder.write_descriptions(staging, task.checkpoint_dir, manifest, report)
+
+
+def _settings(
+    history: int,
+    max_draft_len: int,
+    state_dtype: StateDtype,
+    lengths: tuple[int, int, int | None, int | None],
+) -> tuple[ReplayGeometry, EngineLimits]:
+    max_batch_size, max_input_len, max_seq_len, max_num_tokens = lengths
+    try:
+        replay = ReplayGeometry(history=history, max_draft_len=max_draft_len, state_dtype=state_dtype)
+        limits = EngineLimits(
+            max_batch_size=max_batch_size,
+            max_input_len=max_input_len,
+            max_seq_len=max_input_len + DEFAULT_NEW_TOKENS if max_seq_len is None else max_seq_len,
+            max_num_tokens=min(max_input_len, DEFAULT_MAX_NUM_TOKENS) if max_num_tokens is None else max_num_tokens,
+        )
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(problem["loc"], problem["msg"]) for problem in error.errors())) from error
+    return replay, limits
+
+
+def _sentence(where: tuple[int | str, ...], message: str) -> str:
+    text = message.removeprefix("Value error, ")
+    return f"{'.'.join(map(str, where))}: {text}" if where else text
+
+
+def _open_checkpoint(folder: Path, weights: WeightsMode) -> tuple[Path, ModelGeometry, bool]:
+    opened = open_model_folder(folder)
+    if opened.kind == "engine":
+        raise CheckpointError(
+            f"{folder}: found an engine folder; needed a rank checkpoint, which engines are built from."
+        )
+    if opened.kind == "huggingface" and opened.has_weights:
+        raise CheckpointError(
+            f"{folder}: found a Hugging Face folder with its weights; needed a rank checkpoint. Make one with: "
+            f"trtllm-replayssm convert --model_dir {folder} --output_dir CKPT"
+        )
+    if weights == "embedded" and not opened.has_weights:
+        raise CheckpointError(
+            f"{folder}: found no {WEIGHTS_FILE}; needed the weights to embed. Leave --weights at external, or convert "
+            "the model first."
+        )
+    if opened.has_weights:
+        opened.load_weights()  # mapped, not read: checks that they are complete
+    return folder, opened.geometry, opened.has_weights

@@ -1,0 +1,84 @@
+"""Grouped-query attention over a linear key/value cache, without positional encoding."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trtllm_replayssm.builders import onnx_ops
+from trtllm_replayssm.builders.layers.linear import Linear
+from trtllm_replayssm.builders.layers.step import Step
+from trtllm_replayssm.contract.geometry import AttentionGeometry
+
+
+class Attention(nn.Module):
+    """qkv -> cache rows c .. c+n-1 written -> attention over 0 .. c+s -> o_proj.
+
+    States, in order: key_cache, value_cache; row i of a cache belongs to row i of the step.
+
+    Args:
+        geometry: of the attention.
+        d_model: hidden width.
+        dtype: of activations and weights.
+    """
+
+    num_states = 2
+
+    def __init__(self, geometry: AttentionGeometry, d_model: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.scale = geometry.head_dim**-0.5
+        width = geometry.n_query_heads * geometry.head_dim
+        self.qkv = Linear(d_model, width + 2 * geometry.n_kv_heads * geometry.head_dim, dtype)
+        self.o_proj = Linear(width, d_model, dtype)
+
+    def forward(
+        self, hidden: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Attend with ``hidden [B, S, d_model]``; the caches are in-out. Returns (hidden, present caches)."""
+        g = self.geometry
+        packed = torch.unflatten(self.qkv(hidden), -1, (-1, g.head_dim)).transpose(1, 2)
+        query, key, value = torch.split(packed, [g.n_query_heads, g.n_kv_heads, g.n_kv_heads], dim=1)
+        assert step.attention_mask is not None, "a model with attention layers makes a mask"
+        if onnx_ops.is_exporting():
+            key_cache = onnx_ops.tensor_scatter(states[0], key, step.past_lengths)
+            value_cache = onnx_ops.tensor_scatter(states[1], value, step.past_lengths)
+            out = onnx_ops.attention(query, key_cache, value_cache, step.attention_mask, self.scale)
+        else:
+            key_cache, value_cache = states
+            write_rows(key_cache, key, step)
+            write_rows(value_cache, value, step)
+            out = self._attend(query, key_cache, value_cache, step)
+        return self.o_proj(out.transpose(1, 2).flatten(-2)), (key_cache, value_cache)
+
+    def _attend(
+        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        """Attend in torch: ``query [B, Hq, S, hd]``; returns the same shape."""
+        # A masked score weighs zero, yet zero times what an unwritten cache row may hold can be NaN: rows beyond
+        # the window are replaced, not weighed.
+        positions = torch.arange(step.key_length, dtype=torch.int32, device=query.device)
+        is_live = (positions < (step.past_lengths + step.num_tokens)[:, None])[:, None, :, None]
+        key = key_cache[:, :, : step.key_length].masked_fill(~is_live, 0.0)
+        value = value_cache[:, :, : step.key_length].masked_fill(~is_live, 0.0)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=step.attention_mask, scale=self.scale, enable_gqa=True
+        )
+
+
+def write_rows(cache: torch.Tensor, update: torch.Tensor, step: Step) -> None:
+    """Write the window's valid tokens to their cache rows; every other row keeps its bytes.
+
+    Args:
+        cache: [B, Hkv, capacity, hd], in-out; capacity >= S.
+        update: [B, Hkv, S, hd].
+        step: lengths and slots; token s of row b is valid when s < n and the row has a slot.
+    """
+    capacity, seq_len = cache.shape[2], update.shape[2]
+    offsets = torch.arange(seq_len, dtype=torch.int64, device=cache.device)
+    # Invalid tokens write back what their row holds, so no boolean index (a host sync on CUDA) is needed. Taken
+    # modulo the capacity the S positions of a row differ, so none of them meets a valid token's row.
+    positions = (step.past_lengths[:, None] + offsets) % capacity
+    rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
+    is_valid = (offsets < step.num_tokens[:, None]) & (step.slot_ids >= 0)[:, None]
+    held = cache[rows, :, positions]
+    cache[rows, :, positions] = torch.where(is_valid[..., None, None], update.transpose(1, 2), held)

@@ -1,0 +1,33 @@
+"""The ungated two-matrix MLP of Nemotron-H."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trtllm_replayssm.builders.layers.linear import Linear
+from trtllm_replayssm.builders.layers.step import Step
+from trtllm_replayssm.contract.geometry import MlpGeometry
+
+
+class Mlp(nn.Module):
+    """``down(relu(up(x)) ** 2)``.
+
+    Args:
+        geometry: of the MLP.
+        d_model: hidden width.
+        dtype: of the weights.
+    """
+
+    num_states = 0
+
+    def __init__(self, geometry: MlpGeometry, d_model: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up_proj = Linear(d_model, geometry.d_ff, dtype)
+        self.down_proj = Linear(geometry.d_ff, d_model, dtype)
+
+    def forward(
+        self, hidden: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Map ``hidden [B, S, d_model]`` to the same shape; there is no state."""
+        del step, states
+        return self.down_proj(functional.relu(self.up_proj(hidden)).square()), ()

@@ -1,0 +1,53 @@
+"""Root-mean-square norms, computed in fp32 and rounded once."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trtllm_replayssm.builders import onnx_ops
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last axis.
+
+    Args:
+        width: length of the last axis.
+        eps: added to the mean square.
+        dtype: of the weight.
+    """
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise ``x [..., width]``; the result has its type."""
+        wide, weight = x.float(), self.weight.float()
+        if onnx_ops.is_exporting():
+            return onnx_ops.rms_normalization(wide, weight, self.eps).to(x.dtype)
+        return functional.rms_norm(wide, (x.shape[-1],), weight, self.eps).to(x.dtype)
+
+
+class GatedGroupRMSNorm(nn.Module):
+    """The norm behind a Mamba-2 mixer: gate with ``silu(z)``, then normalise each group of channels by itself.
+
+    Args:
+        width: channels.
+        n_groups: groups, each ``width / n_groups`` channels wide.
+        eps: added to the mean square.
+        dtype: of the weight.
+    """
+
+    def __init__(self, width: int, n_groups: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype), requires_grad=False)
+        self.n_groups = n_groups
+        self.eps = eps
+
+    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Gate and normalise ``y`` with ``z``, both [..., width]; the result has y's type."""
+        gated = y.float() * functional.silu(z.float())
+        groups = torch.unflatten(gated, -1, (self.n_groups, -1))
+        groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return (groups.flatten(-2) * self.weight.float()).to(y.dtype)

@@ -1,0 +1,139 @@
+"""Nemotron-H: every letter of the pattern is a residual layer of its own, a norm and one mixer."""
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trtllm_replayssm.builders import onnx_ops
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.embedding import Embedding, gather_positions
+from trtllm_replayssm.builders.layers.linear import Linear
+from trtllm_replayssm.builders.layers.mamba2 import ConventionalMamba2, Mamba2
+from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.norm import RMSNorm
+from trtllm_replayssm.builders.layers.step import Step, attention_mask
+from trtllm_replayssm.contract.geometry import LayerType, ModelGeometry, ReplayGeometry
+
+
+class Layer(nn.Module):
+    """``hidden + mixer(norm(hidden))``.
+
+    Args:
+        mixer: Mamba-2, attention or MLP.
+        geometry: of the model.
+        dtype: of the norm's weight.
+    """
+
+    def __init__(self, mixer: Mamba2 | Attention | Mlp, geometry: ModelGeometry, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = RMSNorm(geometry.d_model, geometry.norm_eps, dtype)
+        self.mixer = mixer
+
+    def forward(
+        self, hidden: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run the layer on ``hidden [B, S, d_model]``; ``states`` are in-out. Returns (hidden, present states)."""
+        mixed, present = self.mixer(self.norm(hidden), step, states)
+        return hidden + mixed, present
+
+
+class NemotronH(nn.Module):
+    """A causal language model with explicit states; its parameter names are a rank checkpoint's keys.
+
+    Args:
+        geometry: of the model.
+        replay: history, window and state type.
+        conventional: rewrite the recurrent state for every token, for comparison; cannot be exported.
+    """
+
+    def __init__(self, geometry: ModelGeometry, replay: ReplayGeometry, *, conventional: bool = False) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.replay = replay
+        dtype = getattr(torch, geometry.dtype)
+        self.embedding = Embedding(geometry.vocab_size, geometry.d_model, dtype)
+        mixers = [_mixer(kind, geometry, replay, dtype, conventional) for kind in geometry.layer_types]
+        self.layers = nn.ModuleList(Layer(mixer, geometry, dtype) for mixer in mixers)
+        self.final_norm = RMSNorm(geometry.d_model, geometry.norm_eps, dtype)
+        if not geometry.tie_word_embeddings:
+            self.lm_head = Linear(geometry.d_model, geometry.vocab_size, dtype)
+        # Where the states of each layer begin, and at the end how many there are.
+        self.first_states = tuple(accumulate((mixer.num_states for mixer in mixers), initial=0))
+        caches = (
+            first for first, mixer in zip(self.first_states, mixers, strict=False) if isinstance(mixer, Attention)
+        )
+        self.first_cache = next(caches, None)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        past_lengths: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        num_tokens: torch.Tensor,
+        slot_ids: torch.Tensor,
+        logits_indices: torch.Tensor,
+        states: tuple[torch.Tensor, ...],
+        key_length: int | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run one step: a decode or verification window (S <= T), or a prefill window (S > T).
+
+        Args:
+            input_ids: [B, S] int32.
+            past_lengths: [B] int32, committed tokens c.
+            checkpoint_lengths: [B] int32, folded tokens f.
+            num_tokens: [B] int32, window tokens n <= S of each row.
+            slot_ids: [B] int32, -1 for a padding row.
+            logits_indices: [B, J] int32, window positions whose logits are wanted.
+            states: in-out, in the order of ``contract.tensors.state_specs``.
+            key_length: how many leading cache rows attention may have to read: at least max(c) + S. A host value;
+                None takes the least number on the CPU and the caches' capacity elsewhere (no host sync).
+
+        Returns:
+            (logits [B, J, vocab_size] fp32, present states): the given states, updated in place.
+        """
+        assert len(states) == self.first_states[-1], f"needed {self.first_states[-1]} states, found {len(states)}"
+        step = self._step(input_ids, past_lengths, checkpoint_lengths, num_tokens, slot_ids, states, key_length)
+        hidden = self.embedding(input_ids)
+        present: list[torch.Tensor] = []
+        for layer, (first, end) in zip(self.layers, pairwise(self.first_states), strict=True):
+            hidden, updated = layer(hidden, step, states[first:end])
+            present += updated
+        wanted = self.final_norm(gather_positions(hidden, logits_indices))
+        head = self.embedding if self.geometry.tie_word_embeddings else self.lm_head
+        return functional.linear(wanted, head.weight).float(), tuple(present)
+
+    def _step(
+        self,
+        input_ids: torch.Tensor,
+        past_lengths: torch.Tensor,
+        checkpoint_lengths: torch.Tensor,
+        num_tokens: torch.Tensor,
+        slot_ids: torch.Tensor,
+        states: tuple[torch.Tensor, ...],
+        key_length: int | None,
+    ) -> Step:
+        if self.first_cache is None:
+            return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, 0, None)
+        capacity = states[self.first_cache].shape[2]
+        seq_len = input_ids.shape[1]
+        if key_length is None and input_ids.device.type == "cpu" and not onnx_ops.is_exporting():
+            key_length = int(past_lengths.max()) + seq_len if len(past_lengths) else 0
+        key_length = capacity if key_length is None else min(key_length, capacity)
+        mask = attention_mask(past_lengths, seq_len, key_length)
+        return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, key_length, mask)
+
+
+def _mixer(
+    kind: LayerType, geometry: ModelGeometry, replay: ReplayGeometry, dtype: torch.dtype, conventional: bool
+) -> Mamba2 | Attention | Mlp:
+    if kind is LayerType.MAMBA2:
+        assert geometry.mamba2 is not None
+        mixer = ConventionalMamba2 if conventional else Mamba2
+        return mixer(geometry.mamba2, geometry.d_model, replay, geometry.norm_eps, dtype)
+    if kind is LayerType.ATTENTION:
+        assert geometry.attention is not None
+        return Attention(geometry.attention, geometry.d_model, dtype)
+    assert geometry.mlp is not None
+    return Mlp(geometry.mlp, geometry.d_model, dtype)

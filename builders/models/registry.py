@@ -1,0 +1,23 @@
+"""Which module runs which architecture."""
+
+from torch import nn
+
+from trtllm_replayssm.builders.models.nemotron_h import NemotronH
+from trtllm_replayssm.contract.geometry import ModelGeometry, ReplayGeometry
+
+MODELS = {"NemotronHForCausalLM": NemotronH}
+
+
+def create_model(geometry: ModelGeometry, replay: ReplayGeometry, *, conventional: bool = False) -> nn.Module:
+    """Make the module of a model, its weights uninitialised.
+
+    Args:
+        geometry: of the model; its ``dtype`` is that of weights and activations.
+        replay: history, window and state type.
+        conventional: rewrite the recurrent state for every token, for comparison.
+
+    Returns:
+        A module whose parameter names are ``contract.tensors.weight_specs``; on the meta device inside
+        ``with torch.device("meta")``. Its ``forward`` is documented at ``NemotronH.forward``.
+    """
+    return MODELS[geometry.architecture](geometry, replay, conventional=conventional)

@@ -1,0 +1,127 @@
+"""The network as a file for the parser: graph, kernels and, on request, weights.
+
+It is written by a process of its own: tracing and kernel compilers leave some hundred megabytes behind in theirs, which
+the parent's TensorRT needs next. So a true-size model builds within one gigabyte.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import onnx
+
+from trtllm_replayssm import errors
+from trtllm_replayssm.builders.export import embed_weights, export, set_kernels
+from trtllm_replayssm.builders.kernels import kernel_images
+from trtllm_replayssm.contract.geometry import EngineLimits, Frozen, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.manifest import PluginRecord
+from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE, PLUGIN_VERSION
+from trtllm_replayssm.errors import BuildError, ReplaySSMError
+
+
+class NetworkTask(Frozen):
+    """What to write.
+
+    Attributes:
+        geometry: of the model.
+        replay: history, window and state type.
+        limits: of the engine.
+        compute_capabilities: targets of the kernels, as 10 * major + minor.
+        onnx_file: where to write.
+        weights_file: weights to refer to from the graph, in the folder of onnx_file; None leaves them inputs.
+    """
+
+    geometry: ModelGeometry
+    replay: ReplayGeometry
+    limits: EngineLimits
+    compute_capabilities: tuple[int, ...]
+    onnx_file: Path
+    weights_file: Path | None = None
+
+
+class NetworkRecord(Frozen):
+    """What was written, or why not.
+
+    Attributes:
+        plugins: the plugins of the graph and the kernels they carry.
+        seconds: step -> time it took.
+        error_class: name of one of this package's errors; None when all went well.
+        error_message: its message.
+    """
+
+    plugins: tuple[PluginRecord, ...] = ()
+    seconds: dict[str, float] = {}
+    error_class: str | None = None
+    error_message: str = ""
+
+
+def write_network(task: NetworkTask) -> NetworkRecord:
+    """Compile the kernels, export the model and write the graph, all in this process.
+
+    Raises:
+        UnsupportedError: there is no kernel for the model's shapes.
+        BackendError: the kernel compiler is not installed.
+        BuildError: a compiler refused, or the graph is not the contract's.
+    """
+    started = time.perf_counter()
+    images = kernel_images(task.geometry, task.replay, task.compute_capabilities)
+    compiled = time.perf_counter()
+    model = export(task.geometry, task.replay, task.limits)
+    set_kernels(model, images)
+    if task.weights_file is not None:
+        embed_weights(model, task.weights_file, task.geometry)
+    onnx.save(model, task.onnx_file)
+    nodes = Counter(node.op_type for node in model.graph.node if node.domain == PLUGIN_NAMESPACE)
+    return NetworkRecord(
+        plugins=tuple(_plugin_record(op_type, nodes[op_type], image) for op_type, image in images.items()),
+        seconds={"compile kernels": compiled - started, "export": time.perf_counter() - compiled},
+    )
+
+
+def write_network_apart(task: NetworkTask) -> NetworkRecord:
+    """Do what ``write_network`` does in a new process; its errors are raised here."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    finished = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=task.model_dump_json(),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode != 0:
+        last_lines = "\n".join(f"  {line}" for line in finished.stderr.splitlines()[-8:])
+        raise BuildError(f"network process: ended with exit code {finished.returncode}. Its last words:\n{last_lines}")
+    record = NetworkRecord.model_validate_json(finished.stdout.splitlines()[-1])
+    if record.error_class is not None:
+        raise getattr(errors, record.error_class)(record.error_message)
+    return record
+
+
+def main() -> None:
+    """Read a task from stdin, do it, and write the record to stdout as its last line."""
+    task = NetworkTask.model_validate_json(sys.stdin.read())
+    try:
+        record = write_network(task)
+    except ReplaySSMError as error:
+        record = NetworkRecord(error_class=type(error).__name__, error_message=error.message)
+    sys.stdout.write("\n" + record.model_dump_json() + "\n")
+
+
+def _plugin_record(op_type: str, nodes: int, image: bytes) -> PluginRecord:
+    return PluginRecord(
+        op_type=op_type,
+        version=PLUGIN_VERSION,
+        namespace=PLUGIN_NAMESPACE,
+        nodes=nodes,
+        kernels_sha256=hashlib.sha256(image).hexdigest(),
+        kernels_bytes=len(image),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the modules emit while they are exported: our nodes, and ONNX ops that torch has no function for.
+
+Each function returns tensors of the right type and shape for tracing; nothing is computed.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch.onnx import ops as torch_onnx
+
+from trtllm_replayssm.builders.layers.step import Step
+from trtllm_replayssm.contract.geometry import ReplayGeometry
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGIN_NAMESPACE, PLUGIN_VERSION
+
+Attributes = dict[str, int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]]
+
+ACTIVATIONS = {None: 0, "silu": 1}
+TENSORRT_HINT = "TRT_decomposable"
+
+
+def is_exporting() -> bool:
+    """Say whether the modules are being traced for ONNX rather than run."""
+    return torch.compiler.is_exporting()
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    conv_ring: torch.Tensor,
+    step: Step,
+    *,
+    activation: Literal["silu"] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Emit ReplayCausalConv1d: (y like x, conv_ring); the shapes are those of contract.plugin_io."""
+    y, ring = torch_onnx.symbolic_multi_out(
+        f"{PLUGIN_NAMESPACE}::{CAUSAL_CONV1D.op_type}",
+        (x, weight, bias, conv_ring, step.past_lengths, step.num_tokens, step.slot_ids),
+        {"activation": ACTIVATIONS[activation]},
+        dtypes=(x.dtype, conv_ring.dtype),
+        shapes=(x.shape, conv_ring.shape),
+        version=int(PLUGIN_VERSION),
+    )
+    return y, ring
+
+
+def mamba2(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    constants: tuple[torch.Tensor, ...],
+    states: tuple[torch.Tensor, ...],
+    step: Step,
+    replay: ReplayGeometry,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Emit ReplayMamba2: (y like x, present states); the shapes are those of contract.plugin_io.
+
+    Args:
+        x: [B, S, H, P].
+        dt: [B, S, H].
+        B: [B, S, G, N].
+        C: [B, S, G, N].
+        constants: A, D, dt_bias.
+        states: ssm_state, x_ring, B_ring, dt_ring.
+        step: lengths and slots.
+        replay: history and window.
+    """
+    lengths = (step.past_lengths, step.checkpoint_lengths, step.num_tokens, step.slot_ids)
+    y, *present = torch_onnx.symbolic_multi_out(
+        f"{PLUGIN_NAMESPACE}::{MAMBA2.op_type}",
+        (x, dt, B, C, *constants, *states, *lengths),
+        {"history": replay.history, "max_draft_len": replay.max_draft_len},
+        dtypes=(x.dtype, *(state.dtype for state in states)),
+        shapes=(x.shape, *(state.shape for state in states)),
+        version=int(PLUGIN_VERSION),
+    )
+    return y, tuple(present)
+
+
+def tensor_scatter(cache: torch.Tensor, update: torch.Tensor, past_lengths: torch.Tensor) -> torch.Tensor:
+    """Emit TensorScatter (opset 24): rows c .. c+S-1 of a linear key/value cache are replaced.
+
+    Args:
+        cache: [B, Hkv, capacity, hd].
+        update: [B, Hkv, S, hd].
+        past_lengths: [B] int32.
+
+    Returns:
+        The present cache; TensorRT updates it in place.
+    """
+    return torch_onnx.symbolic(
+        "TensorScatter",
+        (cache, update, past_lengths.to(torch.int64)),
+        {"axis": 2, "mode": "linear"},
+        dtype=cache.dtype,
+        shape=cache.shape,
+    )
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Emit Attention (opset 24) with grouped queries and a boolean mask: [B, Hq, S, hd]."""
+    # A hint to TensorRT's parser: its fused attention has no fp32 kernel, and without leave to take the attention
+    # apart it would refuse the model. It has no meaning for the values.
+    attributes: Attributes = {"scale": scale, TENSORRT_HINT: 1}
+    return torch_onnx.symbolic("Attention", (query, key, value, mask), attributes, dtype=query.dtype, shape=query.shape)
+
+
+def rms_normalization(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Emit RMSNormalization (opset 23) over the last axis."""
+    return torch_onnx.symbolic(
+        "RMSNormalization", (x, weight), {"axis": -1, "epsilon": eps, "stash_type": 1}, dtype=x.dtype, shape=x.shape
+    )

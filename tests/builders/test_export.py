@@ -1,0 +1,104 @@
+"""The exported graph: its bindings, its nodes, its kernels and its weights."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.builders.tiny_geometry import random_weights, tiny_geometry
+from trtllm_replayssm.builders.export import (
+    embed_weights,
+    export,
+    network_inputs,
+    network_outputs,
+    set_kernels,
+)
+from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
+from trtllm_replayssm.contract.plugin_io import PLUGINS
+from trtllm_replayssm.errors import BuildError
+
+LIMITS = EngineLimits(max_batch_size=4, max_input_len=24, max_seq_len=48, max_num_tokens=12)
+REPLAY = ReplayGeometry(history=8, max_draft_len=3, state_dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def graph() -> onnx.ModelProto:
+    return export(tiny_geometry(dtype="bfloat16"), REPLAY, LIMITS)
+
+
+def test_inputs_and_outputs_are_those_of_the_contract(graph: onnx.ModelProto) -> None:
+    geometry = tiny_geometry(dtype="bfloat16")
+    for found, needed in (
+        (graph.graph.input, network_inputs(geometry, REPLAY, LIMITS)),
+        (graph.graph.output, network_outputs(geometry, REPLAY, LIMITS)),
+    ):
+        assert [value.name for value in found] == [name for name, _ in needed]
+        for value, (name, spec) in zip(found, needed, strict=True):
+            dims = [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+            assert tuple(dims) == spec.shape, name
+
+
+def test_nodes_of_ours_have_the_inputs_outputs_and_fields_of_the_plugins(graph: onnx.ModelProto) -> None:
+    for io in PLUGINS:
+        nodes = [node for node in graph.graph.node if node.op_type == io.op_type]
+        assert [node.name for node in nodes] == [f"layers.{layer}.mixer.{io.op_type}" for layer in (0, 3)]
+        for node in nodes:
+            assert node.domain == "trtllm_replayssm"
+            assert len(node.input) == len(io.inputs) and len(node.output) == len(io.outputs)
+            assert {attribute.name for attribute in node.attribute} == set(io.int_fields)
+            for output, source in io.aliases.items():
+                assert node.output[output].removeprefix("present_") == node.input[source].removeprefix("past_")
+    opsets = {entry.domain: entry.version for entry in graph.opset_import}
+    assert opsets["trtllm_replayssm"] == 1 and opsets[""] == 24
+
+
+def test_the_fields_carry_history_and_window(graph: onnx.ModelProto) -> None:
+    node = next(node for node in graph.graph.node if node.op_type == "ReplayMamba2")
+    assert {attribute.name: attribute.i for attribute in node.attribute} == {"history": 8, "max_draft_len": 3}
+
+
+def test_nothing_is_left_that_the_parser_refuses(graph: onnx.ModelProto) -> None:
+    kinds = {node.op_type for node in graph.graph.node}
+    assert not kinds & {"SequenceAt", "SequenceConstruct", "SplitToSequence"}
+    assert {"TensorScatter", "Attention", "RMSNormalization"} <= kinds
+
+
+def test_kernels_become_an_int8_tensor_attribute(graph: onnx.ModelProto) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(graph)
+    images = {io.op_type: bytes(range(256)) for io in PLUGINS}
+    set_kernels(model, images)
+    for node in model.graph.node:
+        if node.op_type in images:
+            (kernels,) = [attribute.t for attribute in node.attribute if attribute.name == "kernels"]
+            assert kernels.data_type == onnx.TensorProto.INT8 and list(kernels.dims) == [256]
+            assert kernels.raw_data == images[node.op_type]
+
+
+def test_embedded_weights_are_the_bytes_of_the_checkpoint(tmp_path: Path, graph: onnx.ModelProto) -> None:
+    geometry = tiny_geometry(dtype="bfloat16")
+    weights = random_weights(geometry)
+    save_file(weights, tmp_path / "rank0.safetensors")
+    model = onnx.ModelProto()
+    model.CopyFrom(graph)
+    embed_weights(model, tmp_path / "rank0.safetensors", geometry)
+    onnx.save(model, tmp_path / "model.onnx")
+    loaded = onnx.load(tmp_path / "model.onnx")
+    found = {tensor.name: tensor for tensor in loaded.graph.initializer if tensor.name in weights}
+    assert set(found) == set(weights)
+    assert not set(weights) & {value.name for value in loaded.graph.input}
+    for name, tensor in weights.items():
+        assert found[name].raw_data == tensor.view(torch.uint8).numpy().tobytes(), name
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, graph: onnx.ModelProto) -> None:
+    geometry = tiny_geometry(dtype="bfloat16")
+    weights = random_weights(geometry)
+    weights["final_norm.weight"] = weights["final_norm.weight"][:-1].clone()
+    save_file(weights, tmp_path / "rank0.safetensors")
+    model = onnx.ModelProto()
+    model.CopyFrom(graph)
+    with pytest.raises(BuildError, match=r"final_norm.weight: found .*63.*needed .*64"):
+        embed_weights(model, tmp_path / "rank0.safetensors", geometry)

@@ -1,0 +1,87 @@
+"""Small geometries of every layer kind, with random weights and poisoned states."""
+
+from typing import Any
+
+import torch
+
+from trtllm_replayssm.builders.models.registry import create_model
+from trtllm_replayssm.contract.geometry import (
+    AttentionGeometry,
+    EngineLimits,
+    LayerType,
+    Mamba2Geometry,
+    MlpGeometry,
+    ModelGeometry,
+    ReplayGeometry,
+)
+from trtllm_replayssm.contract.tensors import TensorSpec, state_specs, weight_specs
+
+LETTERS = {"M": LayerType.MAMBA2, "*": LayerType.ATTENTION, "-": LayerType.MLP}
+
+
+def tiny_geometry(pattern: str = "M-*M", **changes: Any) -> ModelGeometry:
+    """A model that the kernels support, a few thousand parameters large."""
+    values: dict[str, Any] = {
+        "architecture": "NemotronHForCausalLM",
+        "dtype": "float32",
+        "vocab_size": 97,
+        "d_model": 64,
+        "layer_types": tuple(LETTERS[letter] for letter in pattern),
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 512,
+        "mamba2": Mamba2Geometry(n_heads=4, head_dim=16, d_state=32, n_groups=2, d_conv=4) if "M" in pattern else None,
+        "attention": AttentionGeometry(n_query_heads=4, n_kv_heads=2, head_dim=16) if "*" in pattern else None,
+        "mlp": MlpGeometry(d_ff=96, activation="relu2") if "-" in pattern else None,
+        "eos_token_ids": (2,),
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return ModelGeometry(**(values | changes))
+
+
+def random_weights(geometry: ModelGeometry, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights of a scale that keeps activations near one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(spec: TensorSpec) -> torch.Tensor:
+        normal = torch.randn([int(d) for d in spec.shape], generator=generator)
+        role = spec.name.rsplit(".", 1)[-1]
+        if spec.name.endswith("norm.weight") or role == "D":
+            normal = 1 + 0.2 * normal
+        elif role == "A":
+            normal = -(0.3 + normal.abs())
+        elif role == "dt_bias":
+            normal = normal - 2
+        elif len(spec.shape) == 2 and not spec.name.startswith("embedding"):
+            normal = 1.5 * normal / normal.shape[-1] ** 0.5
+        return normal.to(getattr(torch, spec.dtype))
+
+    return {spec.name: values(spec) for spec in weight_specs(geometry)}
+
+
+def random_model(geometry: ModelGeometry, replay: ReplayGeometry, **options: bool) -> torch.nn.Module:
+    """The module with ``random_weights``."""
+    with torch.device("meta"):
+        model = create_model(geometry, replay, **options)
+    model.load_state_dict(random_weights(geometry), assign=True)
+    return model
+
+
+def poisoned_states(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, *, conventional: bool = False
+) -> dict[str, torch.Tensor]:
+    """Every state full of NaN: what no request may ever read."""
+    specs = state_specs(geometry, replay, limits, conventional=conventional)
+    rows = {"B": limits.max_batch_size}
+    return {
+        spec.name: torch.full(
+            [rows[d] if isinstance(d, str) else d for d in spec.shape], float("nan"), dtype=getattr(torch, spec.dtype)
+        )
+        for spec in specs
+    }
+
+
+def is_cache(name: str) -> bool:
+    """Whether a state has one row per row of the step rather than per slot."""
+    return name.startswith(("key_cache", "value_cache"))

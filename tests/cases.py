@@ -1,0 +1,117 @@
+"""Shapes that the ops are tested with: those of real models, scaled in heads, then hostile ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests import tolerances
+
+
+@dataclass(frozen=True)
+class Mamba2Case:
+    """One set of model and replay constants.
+
+    Attributes:
+        name: readable test id.
+        n_heads: H.
+        head_dim: P.
+        d_state: N.
+        n_groups: G.
+        history: W.
+        max_draft_len: T - 1.
+        activation: type of x, B, C, y and their rings.
+        state: type of the checkpoint.
+        dt: type of the raw dt input; empty for the activation type.
+        spare_ring_rows: ring rows beyond W + T.
+    """
+
+    name: str
+    n_heads: int
+    head_dim: int
+    d_state: int
+    n_groups: int
+    history: int
+    max_draft_len: int
+    activation: str = "bfloat16"
+    state: str = "float32"
+    dt: str = ""
+    spare_ring_rows: int = 0
+
+    @property
+    def window(self) -> int:
+        return 1 + self.max_draft_len
+
+    @property
+    def ring_rows(self) -> int:
+        return self.history + self.window + self.spare_ring_rows
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        return DTYPES[self.activation]
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return DTYPES[self.state]
+
+    @property
+    def dt_dtype(self) -> torch.dtype:
+        return DTYPES[self.dt or self.activation]
+
+    @property
+    def runs_on(self) -> tuple[str, ...]:
+        """The devices with an implementation of this shape."""
+        return ("cpu", "cuda") if self in DEVICE_CASES else ("cpu",)
+
+    def bound(self, device: str) -> tolerances.Bound:
+        return tolerances.MAMBA2[device, self.activation, self.state]
+
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# What the kernels are compiled for: every head_dim, d_state, group count, window, history and type occurs, in few
+# enough combinations that compiling them takes a minute. Heads are fewer than in the models: they are independent.
+DEVICE_CASES = (
+    Mamba2Case("nemotron_h-decode", 16, 80, 128, 8, 16, 0),
+    Mamba2Case("nemotron_h-T5", 16, 80, 128, 8, 16, 4, dt="float32"),
+    Mamba2Case("nemotron_3-T4", 16, 64, 128, 8, 16, 3, spare_ring_rows=3),
+    Mamba2Case("mamba2-G1-T4", 8, 64, 128, 1, 16, 3),
+    Mamba2Case("N256-T2-W8", 4, 64, 256, 1, 8, 1),
+    Mamba2Case("N64-G4-T8-W32", 8, 64, 64, 4, 32, 7),
+    Mamba2Case("P80-T8-W8-fp16", 4, 80, 64, 2, 8, 7, "float16"),
+    Mamba2Case("W1-fp32", 4, 64, 64, 2, 1, 0, "float32"),
+    Mamba2Case("W2-T2-fp32", 4, 80, 128, 2, 2, 1, "float32"),
+    Mamba2Case("T3-fp32", 8, 64, 128, 2, 16, 2, "float32", spare_ring_rows=1),
+    Mamba2Case("state_bf16", 8, 64, 128, 2, 16, 3, state="bfloat16"),
+    Mamba2Case("state_fp16", 8, 64, 128, 2, 16, 3, state="float16"),
+    Mamba2Case("T6-W32-fp16-state_fp16", 4, 64, 128, 1, 32, 5, "float16", "float16"),
+    Mamba2Case("T7-W8-fp32-state_bf16", 4, 80, 128, 4, 8, 6, "float32", "bfloat16"),
+    Mamba2Case("W2-N256-P80", 8, 80, 256, 4, 2, 0),
+    Mamba2Case("W32-decode-fp16", 4, 64, 128, 1, 32, 0, "float16", dt="float32"),
+)
+
+# Small, for properties where the type and the model's size do not matter; fp32, so that every digit counts.
+FP32_CASES = (
+    Mamba2Case("decode", 4, 8, 16, 2, 16, 0, "float32"),
+    Mamba2Case("T4", 4, 8, 16, 1, 16, 3, "float32"),
+    Mamba2Case("T8-W8", 8, 5, 3, 8, 8, 7, "float32", spare_ring_rows=2),
+    Mamba2Case("W1", 2, 3, 7, 1, 1, 0, "float32"),
+    Mamba2Case("W2-T2", 6, 16, 4, 2, 2, 1, "float32"),
+    Mamba2Case("W32-T5", 2, 80, 8, 2, 32, 4, "float32", spare_ring_rows=5),
+)
+
+# (channels, d_conv, activation type): one compiled kernel each; every width and type, and channels that fill no block.
+CONV_DEVICE_CASES = ((2560, 4, "bfloat16"), (264, 3, "float16"), (98, 2, "float32"))
+
+
+def on_devices(cases: Sequence[Mamba2Case]) -> pytest.MarkDecorator:
+    """Parametrise a test with ``case`` and ``device``: all cases on the CPU, those with a kernel on CUDA too."""
+    return pytest.mark.parametrize(
+        ("case", "device"),
+        [
+            pytest.param(case, device, id=f"{case.name}-{device}", marks=[pytest.mark.gpu] if device == "cuda" else [])
+            for case in cases
+            for device in case.runs_on
+        ],
+    )

@@ -1,0 +1,1 @@
+"""Tests of the torch ops against the oracle, on the CPU and, marked ``gpu``, on a CUDA device."""

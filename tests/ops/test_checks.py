@@ -1,0 +1,167 @@
+"""Wrong arguments are refused by name, with what was found and what is needed, before anything is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import Mamba2Case
+from tests.ops.driver import bits, int32, make_pools
+from trtllm_replayssm import ops
+from trtllm_replayssm.errors import OpArgumentError
+
+CASE = Mamba2Case("checks", 4, 8, 6, 2, 8, 3, "float32")
+Arguments = dict[str, Any]
+
+
+def mamba2_arguments() -> Arguments:
+    pools = make_pools(CASE, 3, "cpu")
+    return {
+        "x": torch.randn(2, 4, 4, 8),
+        "dt": torch.randn(2, 4, 4),
+        "B": torch.randn(2, 4, 2, 6),
+        "C": torch.randn(2, 4, 2, 6),
+        "A": -torch.ones(4),
+        "D": torch.ones(4),
+        "dt_bias": torch.zeros(4),
+        **pools,
+        "past_lengths": int32([7, 0]),
+        "checkpoint_lengths": int32([0, 0]),
+        "num_tokens": int32([4, 4]),
+        "slot_ids": int32([2, 0]),
+        "history": 8,
+        "max_draft_len": 3,
+    }
+
+
+def conv_arguments() -> Arguments:
+    return {
+        "x": torch.randn(2, 4, 6),
+        "weight": torch.randn(6, 4),
+        "bias": torch.randn(6),
+        "conv_ring": torch.full((3, 7, 6), torch.nan),
+        "past_lengths": int32([5, 0]),
+        "num_tokens": int32([4, 4]),
+        "slot_ids": int32([2, 0]),
+        "activation": "silu",
+    }
+
+
+def conventional_arguments() -> Arguments:
+    kept = ("x", "dt", "B", "C", "A", "D", "dt_bias", "past_lengths", "num_tokens", "slot_ids", "max_draft_len")
+    arguments = mamba2_arguments()
+    return {**{name: arguments[name] for name in kept}, "ssm_snapshots": torch.full((3, 5, 4, 8, 6), torch.nan)}
+
+
+BAD_MAMBA2: list[tuple[str, Any, list[str]]] = [
+    ("x", "text", ["x: found str", "needed a torch.Tensor"]),
+    ("x", torch.zeros(2, 4, 4), ["x: found shape (2, 4, 4)", "[batch, S, H, P]"]),
+    ("x", torch.zeros(2, 4, 4, 8, dtype=torch.float64), ["x: found torch.float64", "torch.float16"]),
+    ("x", torch.zeros(2, 4, 4, 8, dtype=torch.float16), ["B: found torch.float32", "torch.float16, the type of x"]),
+    ("dt", torch.zeros(2, 4, 5), ["dt: found shape (2, 4, 5)", "[batch, S, H] = (2, 4, 4)", "H = 4 comes from x"]),
+    ("dt", torch.zeros(2, 4, 4, dtype=torch.bfloat16), ["dt: found torch.bfloat16", "torch.float32"]),
+    ("B", torch.zeros(2, 3, 2, 6), ["B: found shape (2, 3, 2, 6)", "S = 4 comes from x"]),
+    ("C", torch.zeros(2, 4, 1, 6), ["C: found shape (2, 4, 1, 6)", "G = 2 comes from B"]),
+    ("A", torch.zeros(4, dtype=torch.bfloat16), ["A: found torch.bfloat16", "torch.float32"]),
+    ("D", torch.zeros(1), ["D: found shape (1,)", "H = 4"]),
+    ("dt_bias", torch.zeros(4, device="meta"), ["dt_bias: found device meta", "cpu, where x is"]),
+    ("ssm_state", torch.zeros(3, 4, 6, 8), ["ssm_state: found shape (3, 4, 6, 8)", "P = 8 comes from x"]),
+    ("ssm_state", torch.zeros(3, 4, 8, 6).int(), ["ssm_state: found torch.int32"]),
+    ("ssm_state", torch.zeros(1, 4, 8, 6).expand(3, 4, 8, 6), ["ssm_state: found strides (0, 48, 6, 1)", "Expanded"]),
+    ("x_ring", torch.zeros(3, 12, 4, 8).half(), ["x_ring: found torch.float16", "the type of x"]),
+    ("x_ring", torch.zeros(3, 13, 4, 8), ["B_ring: found shape", "R = 13 comes from x_ring"]),
+    ("B_ring", torch.zeros(2, 12, 2, 6), ["B_ring: found shape (2, 12, 2, 6)", "slots = 3 comes from ssm_state"]),
+    ("dt_ring", torch.zeros(3, 12, 4).half(), ["dt_ring: found torch.float16", "torch.float32"]),
+    ("past_lengths", int32([7, 0]).long(), ["past_lengths: found torch.int64", "torch.int32"]),
+    ("past_lengths", int32([-1, 0]), ["past_lengths[0]: found -1"]),
+    ("past_lengths", int32([9, 0]), ["checkpoint_lengths[0]: found 0", "past_lengths[0] = 9", "1 to 9", "history = 8"]),
+    ("checkpoint_lengths", int32([8, 0]), ["checkpoint_lengths[0]: found 8", "needed 0 to 7"]),
+    ("num_tokens", int32([4, 5]), ["num_tokens[1]: found 5", "0 to 4"]),
+    ("num_tokens", int32([4, -1]), ["num_tokens[1]: found -1"]),
+    ("num_tokens", int32([4]), ["num_tokens: found shape (1,)", "batch = 2 comes from x"]),
+    ("slot_ids", int32([3, 0]), ["slot_ids: found [3, 0]", "0 to 2"]),
+    ("slot_ids", int32([-2, 0]), ["slot_ids: found [-2, 0]", "-1 in a padding row"]),
+    ("slot_ids", int32([1, 1]), ["slot_ids: found [1, 1]", "at most once"]),
+    ("history", 3, ["history: found 3 with max_draft_len=3", "at least 4"]),
+    ("history", 9, ["rows R of x_ring, B_ring and dt_ring: found 12", "at least 13", "history=9 and max_draft_len=3"]),
+    ("history", 8.0, ["history: found 8.0", "an int"]),
+    ("max_draft_len", -1, ["max_draft_len: found -1"]),
+    ("max_draft_len", True, ["max_draft_len: found True"]),
+]
+
+BAD_CONV: list[tuple[str, Any, list[str]]] = [
+    ("x", torch.zeros(2, 6), ["x: found shape (2, 6)", "[batch, S, D]"]),
+    ("weight", torch.zeros(6, 1, 4), ["weight: found shape (6, 1, 4)", "[D, d_conv]"]),
+    ("weight", torch.zeros(6, 9), ["R_conv: found 7", "at least 9"]),
+    ("bias", torch.zeros(5), ["bias: found shape (5,)", "D = 6 comes from x"]),
+    ("bias", torch.zeros(6).half(), ["bias: found torch.float16", "the type of x"]),
+    ("conv_ring", torch.zeros(3, 6, 7), ["conv_ring: found shape (3, 6, 7)", "D = 6"]),
+    ("conv_ring", torch.zeros(3, 3, 6), ["R_conv: found 3", "at least 4"]),
+    ("conv_ring", torch.zeros(3, 1, 6).expand(3, 7, 6), ["conv_ring: found strides"]),
+    ("slot_ids", int32([0, 0]), ["slot_ids: found [0, 0]"]),
+    ("num_tokens", int32([5, 0]), ["num_tokens[0]: found 5"]),
+    ("activation", "relu", ["activation: found 'relu'", "'silu' or None"]),
+]
+
+BAD_CONVENTIONAL: list[tuple[str, Any, list[str]]] = [
+    ("ssm_snapshots", torch.zeros(3, 4, 4, 8, 6), ["ssm_snapshots' rows: found 4", "needed 5"]),
+    ("ssm_snapshots", torch.zeros(3, 5, 4, 6, 8), ["ssm_snapshots: found shape"]),
+    ("max_draft_len", -1, ["max_draft_len: found -1"]),
+    ("slot_ids", int32([0, 0]), ["slot_ids: found [0, 0]"]),
+]
+
+OPS = (
+    ("ops.mamba2", ops.mamba2, mamba2_arguments, BAD_MAMBA2),
+    ("ops.causal_conv1d", ops.causal_conv1d, conv_arguments, BAD_CONV),
+    ("ops.mamba2_conventional", ops.mamba2_conventional, conventional_arguments, BAD_CONVENTIONAL),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "make", "argument", "value", "said"),
+    [
+        pytest.param(name, op, make, argument, value, said, id=f"{name}-{said[0]}")
+        for name, op, make, bad in OPS
+        for argument, value, said in bad
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_is_written(
+    name: str, op: Callable[..., Tensor], make: Callable[[], Arguments], argument: str, value: Any, said: list[str]
+) -> None:
+    arguments = make() | {argument: value}
+    pools = {key: t for key, t in arguments.items() if isinstance(t, Tensor) and key != argument}
+    before = {key: bits(t) for key, t in pools.items()}
+    with pytest.raises(OpArgumentError) as caught:
+        op(**arguments)
+    assert str(caught.value).startswith(f"{name}: ")
+    for part in said:
+        assert part in str(caught.value), str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert all(torch.equal(bits(t), before[key]) for key, t in pools.items())
+
+
+@pytest.mark.parametrize(("op", "make"), [(op, make) for _, op, make, _ in OPS], ids=[name for name, *_ in OPS])
+def test_the_arguments_that_the_bad_ones_are_made_from_are_good(
+    op: Callable[..., Tensor], make: Callable[[], Arguments]
+) -> None:
+    arguments = make()
+    assert op(**arguments).shape == arguments["x"].shape
+
+
+def test_groups_that_do_not_divide_the_heads_are_refused() -> None:
+    arguments = mamba2_arguments()
+    arguments |= {"B": torch.zeros(2, 4, 3, 6), "C": torch.zeros(2, 4, 3, 6), "B_ring": torch.zeros(3, 12, 3, 6)}
+    with pytest.raises(OpArgumentError, match="heads H: found 4; needed a multiple of 3"):
+        ops.mamba2(**arguments)
+
+
+@pytest.mark.gpu
+def test_layouts_that_kernels_cannot_read_are_refused_on_the_device() -> None:
+    arguments: Arguments = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in mamba2_arguments().items()}
+    for name in ("x", "B", "ssm_state", "x_ring", "dt_ring"):
+        tensor = arguments[name]
+        strided = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+        with pytest.raises(OpArgumentError, match=rf"ops.mamba2: {name}: found strides .* contiguous on CUDA"):
+            ops.mamba2(**(arguments | {name: strided}))

@@ -1,0 +1,42 @@
+"""The oracle itself: worked by hand, and independent of the package."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+
+from tests.oracle import causal_conv1d, mamba2
+
+
+def test_the_oracle_imports_numpy_and_the_standard_library_alone() -> None:
+    for path in Path(mamba2.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                assert all(name.split(".")[0] in ("numpy", "dataclasses") for name in names), f"{path}:{node.lineno}"
+
+
+def test_a_constant_input_is_the_geometric_series() -> None:
+    """softplus(0) = ln 2 and A = -1 halve the state per token: S_t = (2 - 2^(1-t)) ln 2, y_t = S_t C + D."""
+    one = np.ones(1)
+    sequence = mamba2.Mamba2Sequence(A=-one, D=3 * one, dt_bias=0 * one, head_dim=1, d_state=1)
+    for t in range(1, 20):
+        y = sequence.step(np.ones((1, 1)), 0 * one, np.ones((1, 1)), 5 * np.ones((1, 1)))
+        np.testing.assert_allclose(y, [[5 * (2 - 2.0 ** (1 - t)) * np.log(2) + 3]], rtol=1e-14)
+
+
+def test_heads_take_the_group_of_their_block() -> None:
+    sequence = mamba2.Mamba2Sequence(-np.ones(4), np.zeros(4), np.zeros(4), head_dim=1, d_state=1)
+    y = sequence.step(np.ones((4, 1)), np.zeros(4), np.array([[1.0], [10.0]]), np.ones((2, 1)))
+    np.testing.assert_allclose(y[:, 0] / np.log(2), [1, 1, 10, 10], rtol=1e-14)
+
+
+def test_softplus_neither_overflows_nor_loses_small_values() -> None:
+    np.testing.assert_allclose(mamba2.softplus(np.array([-800.0, 0.0, 800.0])), [0.0, np.log(2), 800.0])
+    np.testing.assert_allclose(mamba2.softplus(np.array([-30.0])), np.exp([-30.0]), rtol=1e-12)
+
+
+def test_the_last_tap_of_the_convolution_is_the_newest_token() -> None:
+    weight, bias = np.array([[100.0, 10.0, 1.0]]), np.array([0.5])
+    y = causal_conv1d.causal_conv1d(np.array([[1.0], [2.0], [3.0], [4.0]]), weight, bias, silu=False)
+    np.testing.assert_allclose(y[:, 0], [1.5, 12.5, 123.5, 234.5])

@@ -1,0 +1,239 @@
+"""Argument checks shared by all ops: symbolic shapes declared once, one style of message.
+
+A table of ``Argument`` says what an op takes; ``check_tensors`` compares a call with it before anything is computed or
+written. Checks of *values* (lengths, slots) read memory and run on the CPU alone: a device is never waited for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.errors import ConfigError, OpArgumentError
+
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+TypeRule = Literal["activation", "activation or float32", "state", "float32", "int32"]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor argument of an op.
+
+    Attributes:
+        name: as in the signature.
+        symbols: its symbolic shape; a symbol has one value in a call.
+        type_rule: "activation": the type of the op's first argument; "state": any float type of its own.
+        dense_from: on CUDA, this dimension and all later ones are contiguous with one another.
+        is_written: updated in place, so that no two of its elements may share memory.
+    """
+
+    name: str
+    symbols: tuple[str, ...]
+    type_rule: TypeRule
+    dense_from: int = 0
+    is_written: bool = False
+
+
+@dataclass(frozen=True)
+class _Bound:
+    value: int
+    source: str
+
+
+def check_tensors(op: str, table: tuple[Argument, ...], tensors: Mapping[str, Tensor | None]) -> dict[str, int]:
+    """Compare a call's tensors with the table of the op.
+
+    Args:
+        op: name for messages, for example "ops.mamba2".
+        table: the arguments; the first one gives the activation type and the device.
+        tensors: name -> tensor; None for an optional argument that is absent.
+
+    Returns:
+        The value of every symbol.
+
+    Raises:
+        OpArgumentError: something is not a tensor, or has another shape, type, device or memory layout.
+    """
+    bound: dict[str, _Bound] = {}
+    first = tensors[table[0].name]
+    for argument in table:
+        tensor = tensors[argument.name]
+        if tensor is None:
+            continue
+        where = f"{op}: {argument.name}"
+        if not isinstance(tensor, Tensor):
+            raise OpArgumentError(f"{where}: found {type(tensor).__name__}; needed a torch.Tensor.")
+        assert isinstance(first, Tensor), "the first argument is never optional and was checked first"
+        _check_shape(where, argument, tensor, bound)
+        _check_type(where, argument, tensor, first.dtype, table[0].name)
+        if tensor.device != first.device:
+            raise OpArgumentError(
+                f"{where}: found device {tensor.device}; needed {first.device}, where {table[0].name} is."
+            )
+        _check_layout(where, argument, tensor)
+    return {symbol: b.value for symbol, b in bound.items()}
+
+
+def _check_shape(where: str, argument: Argument, tensor: Tensor, bound: dict[str, _Bound]) -> None:
+    shape, symbols = tuple(tensor.shape), argument.symbols
+    needed = f"[{', '.join(symbols)}]"
+    if len(shape) != len(symbols):
+        raise OpArgumentError(f"{where}: found shape {shape}; needed {len(symbols)} dimensions {needed}.")
+    for symbol, size in zip(symbols, shape, strict=True):
+        known = bound.setdefault(symbol, _Bound(size, argument.name))
+        if size != known.value:
+            values = [str(bound[s].value) if s in bound else s for s in symbols]
+            raise OpArgumentError(
+                f"{where}: found shape {shape}; needed {needed} = ({', '.join(values)}), "
+                f"where {symbol} = {known.value} comes from {known.source}."
+            )
+
+
+def _check_type(where: str, argument: Argument, tensor: Tensor, activation: torch.dtype, first_name: str) -> None:
+    allowed: dict[TypeRule, tuple[torch.dtype, ...]] = {
+        "activation": FLOAT_TYPES if where.endswith(f": {first_name}") else (activation,),
+        "activation or float32": (activation, torch.float32),
+        "state": FLOAT_TYPES,
+        "float32": (torch.float32,),
+        "int32": (torch.int32,),
+    }
+    types = allowed[argument.type_rule]
+    if tensor.dtype not in types:
+        names = " or ".join(dict.fromkeys(str(t) for t in types))
+        like = f", the type of {first_name}" if types == (activation,) and argument.type_rule == "activation" else ""
+        raise OpArgumentError(f"{where}: found {tensor.dtype}; needed {names}{like}.")
+
+
+def _check_layout(where: str, argument: Argument, tensor: Tensor) -> None:
+    if argument.is_written and _overlaps(tensor):
+        raise OpArgumentError(
+            f"{where}: found strides {tensor.stride()} for shape {tuple(tensor.shape)}; needed a place of its own for "
+            "every element, since it is written. Expanded tensors cannot be updated in place."
+        )
+    if tensor.is_cuda and not _is_dense(tensor, argument.dense_from):
+        dims = ", ".join(argument.symbols[argument.dense_from :])
+        raise OpArgumentError(
+            f"{where}: found strides {tensor.stride()} for shape {tuple(tensor.shape)}; needed [{dims}] contiguous on "
+            "CUDA. Allocate it so, or call .contiguous() on an input that is only read."
+        )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Say whether elements may share memory: sorted by stride, each dimension must step over all smaller ones."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def _is_dense(tensor: Tensor, start: int) -> bool:
+    expected = 1
+    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))[start:]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def check_window(op: str, *, history: int, max_draft_len: int) -> None:
+    """Refuse a history that cannot hold one window.
+
+    Raises:
+        OpArgumentError: history or max_draft_len is no int, is too small, or history < 1 + max_draft_len.
+    """
+    for name, value in (("history", history), ("max_draft_len", max_draft_len)):
+        if type(value) is not int:
+            raise OpArgumentError(f"{op}: {name}: found {value!r}; needed an int.")
+    try:
+        protocol.check_history(history, max_draft_len)
+    except ConfigError as error:
+        raise OpArgumentError(f"{op}: {error.message}") from error
+
+
+def check_at_least(op: str, what: str, found: int, needed: int, rule: str) -> None:
+    """Refuse a size below the least that works.
+
+    Raises:
+        OpArgumentError: found < needed.
+    """
+    if found < needed:
+        raise OpArgumentError(f"{op}: {what}: found {found}; needed at least {needed} ({rule}).")
+
+
+def check_equal(op: str, what: str, found: int, needed: int, rule: str) -> None:
+    """Refuse a size that is not the one that works.
+
+    Raises:
+        OpArgumentError: found != needed.
+    """
+    if found != needed:
+        raise OpArgumentError(f"{op}: {what}: found {found}; needed {needed} ({rule}).")
+
+
+def check_multiple(op: str, what: str, found: int, divisor: int, rule: str) -> None:
+    """Refuse a count that does not divide evenly.
+
+    Raises:
+        OpArgumentError: divisor is 0 or does not divide found.
+    """
+    if divisor == 0 or found % divisor != 0:
+        raise OpArgumentError(f"{op}: {what}: found {found}; needed a multiple of {divisor} ({rule}).")
+
+
+def check_slots(op: str, slot_ids: Tensor, num_slots: int) -> None:
+    """Refuse slots that are out of range or named twice; -1 marks padding. Reads memory on the CPU alone.
+
+    Raises:
+        OpArgumentError: an id is below -1, at least num_slots, or not unique.
+    """
+    if slot_ids.device.type != "cpu":
+        return
+    ids = slot_ids.tolist()
+    used = [i for i in ids if i != -1]
+    if any(not 0 <= i < num_slots for i in used):
+        raise OpArgumentError(
+            f"{op}: slot_ids: found {ids}; needed ids from 0 to {num_slots - 1}, or -1 in a padding row."
+        )
+    if len(set(used)) != len(used):
+        raise OpArgumentError(f"{op}: slot_ids: found {ids}; needed every slot at most once in a call.")
+
+
+def check_lengths(
+    op: str,
+    *,
+    slot_ids: Tensor,
+    past_lengths: Tensor,
+    num_tokens: Tensor,
+    seq_len: int,
+    checkpoint_lengths: Tensor | None = None,
+    history: int = 0,
+) -> None:
+    """Refuse counters that the protocol cannot produce, in rows that have a slot. Reads memory on the CPU alone.
+
+    Raises:
+        OpArgumentError: not 0 <= num_tokens <= S, not 0 <= checkpoint_lengths <= past_lengths, or more pending rows
+            than history.
+    """
+    if slot_ids.device.type != "cpu":
+        return
+    checkpoint = past_lengths if checkpoint_lengths is None else checkpoint_lengths
+    counters = (slot_ids.tolist(), past_lengths.tolist(), checkpoint.tolist(), num_tokens.tolist())
+    for row, (slot, c, f, n) in enumerate(zip(*counters, strict=True)):
+        if slot < 0:
+            continue
+        if not 0 <= n <= seq_len:
+            raise OpArgumentError(f"{op}: num_tokens[{row}]: found {n}; needed 0 to {seq_len}, the window's tokens.")
+        if c < 0:
+            raise OpArgumentError(f"{op}: past_lengths[{row}]: found {c}; needed 0 or more.")
+        if checkpoint_lengths is not None and not max(0, c - history) <= f <= c:
+            raise OpArgumentError(
+                f"{op}: checkpoint_lengths[{row}]: found {f} with past_lengths[{row}] = {c}; needed "
+                f"{max(0, c - history)} to {c} (at most history = {history} pending rows). Commit with ops.advance."
+            )
