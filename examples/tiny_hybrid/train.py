@@ -1,17 +1,12 @@
-"""Trains a tiny Mamba-2/attention language model on the Python standard library.
+"""Train a tiny Mamba-2 and attention language model on the source of the Python standard library.
 
-The result is an ordinary Hugging Face folder (`NemotronHForCausalLM` in bfloat16 and
-a byte-level BPE tokenizer) that is small enough to keep in a repository, yet writes
-text that a person recognises as Python. The training text is the source of the
-standard library of the interpreter that runs the script, so nothing is downloaded.
+The result is an ordinary Hugging Face folder (``NemotronHForCausalLM`` in bfloat16, a byte-level BPE tokenizer), small
+enough for a repository. The text is the standard library of the interpreter that runs the script: nothing is fetched.
 
-    python train.py --output_dir model
+    python examples/tiny_hybrid/train.py --output_dir examples/tiny_hybrid/model
 """
 
-from __future__ import annotations
-
 import argparse
-import logging
 import math
 import random
 import shutil
@@ -21,87 +16,66 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from torch.nn import functional
 from tqdm import tqdm
-from transformers import (
-    AutoTokenizer,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, NemotronHConfig, NemotronHForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
-logger = logging.getLogger("train")
-
+PATTERN = "M-M-M*-M-"  # M: Mamba-2, *: attention, -: MLP
+HIDDEN_SIZE = 192
+VOCAB_SIZE = 2048
+MAX_LENGTH = 2048
 END = "<|endoftext|>"
-# Tests are repetitive; `encodings` and `pydoc_data` are tables, not code; lib2to3 and
-# idlelib are not in every Python; `_sysconfigdata*` describes the machine at hand.
-SKIPPED_FOLDERS = {
-    "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages",
-    "__pycache__", "encodings", "pydoc_data", "turtledemo",
-}  # fmt: skip
-SKIPPED_PREFIX = "_sysconfigdata"
-# Positions per block of the scan: the attention-like products within a block are
-# quadratic in it, and the number of blocks that are chained one by one inverse to it.
-SCAN_BLOCK = 64
+# Tests repeat themselves; encodings and pydoc_data are tables; lib2to3 and idlelib are not in every Python.
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"}
+SKIPPED_FOLDERS |= {"site-packages", "dist-packages", "__pycache__"}
+SKIPPED_PREFIX = "_sysconfigdata"  # describes the machine at hand
+HELD_OUT_CHARACTERS = 16384  # of each held-out file: no long module decides the loss
+SCAN_BLOCK = 64  # positions; work within a block is quadratic in it, and blocks are chained one by one
 
 
 def parse_args() -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=6000, help="optimiser steps")
-    parser.add_argument("--batch_size", type=int, default=8, help="sequences per step")
-    parser.add_argument("--seq_len", type=int, default=256, help=f"multiple of {SCAN_BLOCK}")
-    parser.add_argument("--learning_rate", type=float, default=4e-3, help="peak rate")
-    parser.add_argument("--warmup_steps", type=int, default=200)
-    parser.add_argument("--weight_decay", type=float, default=0.1)
-    parser.add_argument("--vocab_size", type=int, default=2048)
-    parser.add_argument("--hidden_size", type=int, default=192, help="multiple of 32")
-    parser.add_argument("--pattern", default="M-M-M*-M-", help="M mamba, * attention, - MLP")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="torch.compile the loss (needs a C++ compiler)",
-    )
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write; an older one is replaced")
+    parser.add_argument("--steps", type=int, default=5000, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=8, help="sequences of a step (default: %(default)s)")
+    parser.add_argument("--seq_len", type=int, default=256, help=f"a multiple of {SCAN_BLOCK} (default: %(default)s)")
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="the highest (default: %(default)s)")
+    parser.add_argument("--warmup_steps", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--weight_decay", type=float, default=0.1, help="of matrices (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--no_compile", action="store_true", help="do not torch.compile, which needs a C++ compiler")
     args = parser.parse_args()
     if args.seq_len % SCAN_BLOCK:
-        parser.error(f"--seq_len must be a multiple of {SCAN_BLOCK}")
+        parser.error(f"--seq_len: found {args.seq_len}; needed a multiple of {SCAN_BLOCK}")
     return args
 
 
 def read_corpus(seed: int) -> tuple[list[str], list[str]]:
-    """Reads the standard library's modules, in an order that only the seed decides.
-
-    Returns:
-        The texts to train on, and those of the files held out (one in twenty).
-    """
+    """Return the texts to train on, and the beginnings of one file in twenty, held out. The seed decides the order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [
         path
         for path in sorted(root.rglob("*.py"), key=lambda path: path.as_posix())
-        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-        and not path.name.startswith(SKIPPED_PREFIX)
+        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts) and not path.name.startswith(SKIPPED_PREFIX)
     ]
     random.Random(seed).shuffle(paths)
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
     held_out = len(texts) // 20
-    return texts[held_out:], texts[:held_out]
+    return texts[held_out:], [text[:HELD_OUT_CHARACTERS] for text in texts[:held_out]]
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer whose token 0 begins, ends and pads a text."""
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer, whose token 0 begins, ends and pads texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -112,62 +86,60 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
         bos_token=END,
         eos_token=END,
         pad_token=END,
-        model_max_length=2048,
+        model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
-    """Joins the texts to one stream of tokens, each text opened by the end token."""
+    """Return all texts as one stream of tokens, the end token before each."""
     encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
     end = tokenizer.convert_tokens_to_ids(END)
-    return torch.tensor([token for item in encodings for token in [end, *item.ids]])
+    return torch.tensor([token for encoding in encodings for token in [end, *encoding.ids]])
 
 
-def build_model(args: argparse.Namespace) -> NemotronHForCausalLM:
-    """Builds the untrained model: heads of 64 everywhere, one KV head, no biases."""
+def build_model() -> NemotronHForCausalLM:
+    """Return the untrained model; all its heads are 64 wide."""
     names = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
     config = NemotronHConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        layers_block_type=[names[letter] for letter in args.pattern],
-        tie_word_embeddings=False,
-        num_attention_heads=args.hidden_size // 64,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        layers_block_type=[names[letter] for letter in PATTERN],
+        num_attention_heads=HIDDEN_SIZE // 64,
         num_key_value_heads=1,
         head_dim=64,
-        intermediate_size=args.hidden_size * 8 // 3,
-        ssm_state_size=64,
-        mamba_num_heads=2 * args.hidden_size // 64,
+        intermediate_size=HIDDEN_SIZE * 8 // 3,
+        expand=2,
+        mamba_num_heads=HIDDEN_SIZE * 2 // 64,
         mamba_head_dim=64,
+        ssm_state_size=64,
         n_groups=2,
         conv_kernel=4,
-        expand=2,
         chunk_size=128,
-        max_position_embeddings=2048,
+        max_position_embeddings=MAX_LENGTH,
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
     )
     model = NemotronHForCausalLM(config)
-    # The initial time steps are drawn from [0.001, 0.1]. Later uses of the lower bound
-    # would clamp the trained steps of a prompt but not those of single tokens, so it
-    # is put out of reach.
+    # The first time steps are drawn from [0.001, 0.1]. Once trained, transformers would clamp those of a prompt at the
+    # lower bound, but not those of the tokens it generates: out of reach, the bound treats both alike.
     config.time_step_min = 1e-6
     return model
 
 
 def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Runs the Mamba-2 recurrence in blocks, with heads of a group side by side.
+    """Run the Mamba-2 recurrence block by block.
 
     Args:
-        x: Inputs, [batch, time, heads, head_dim].
-        dt: Positive time steps, [batch, time, heads], float32.
-        a: Negative decay rates, [heads], float32.
-        b: Input maps, [batch, time, groups, state].
-        c: Output maps, [batch, time, groups, state].
+        x: inputs, [batch, time, heads, head_dim].
+        dt: positive time steps, [batch, time, heads], float32.
+        a: negative decay rates, [heads], float32.
+        b: input maps, [batch, time, groups, state].
+        c: output maps, [batch, time, groups, state].
 
     Returns:
-        Outputs without the skip term, [batch, time, heads, head_dim].
+        The outputs without the skip term, [batch, time, heads, head_dim].
     """
     batch, length, heads, width = x.shape
     groups, state = b.shape[2:]
@@ -176,15 +148,15 @@ def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     x = x.view(batch, blocks, SCAN_BLOCK, groups, per, width).permute(0, 1, 3, 4, 2, 5)
     b, c = (m.view(batch, blocks, SCAN_BLOCK, groups, state).transpose(2, 3) for m in (b, c))
     x = x * dt.unsqueeze(-1)
-    decay = torch.cumsum(dt * a.view(groups, per, 1), dim=-1)  # [batch, block, group, per, time]
+    decay = torch.cumsum(dt * a.view(groups, per, 1), dim=-1)  # [batch, blocks, groups, per, time]
 
-    # Within a block: masked scores, as in attention without softmax.
+    # Within a block: masked scores, as in attention without the softmax.
     past = torch.ones(SCAN_BLOCK, SCAN_BLOCK, dtype=torch.bool).tril()
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~past, -torch.inf)
     scores = (c @ b.transpose(-1, -2)).unsqueeze(3) * between.exp()
     y = scores @ x
 
-    # Across blocks: the state that each block adds, chained by the decay of whole blocks.
+    # Across blocks: what each block adds to the state, chained by the decay of whole blocks.
     last = decay[..., -1:]
     left = (x * (last - decay).exp().unsqueeze(-1)).transpose(3, 4).flatten(4)
     added = (b.transpose(-1, -2) @ left).unflatten(-1, (per, width))
@@ -198,39 +170,31 @@ def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def mamba(mixer: nn.Module, hidden: Tensor) -> Tensor:
-    """Computes what a Mamba-2 mixer computes, from its weights."""
+    """Compute a Mamba-2 mixer from its weights."""
     inner, groups, heads = mixer.intermediate_size, mixer.n_groups, mixer.num_heads
     z, xbc, dt = mixer.in_proj(hidden).split([inner, mixer.conv_dim, heads], dim=-1)
     taps = mixer.conv1d.weight.squeeze(1).unbind(-1)
-    padded = F.pad(xbc, (0, 0, len(taps) - 1, 0))
-    xbc = mixer.conv1d.bias + sum(
-        padded[:, i : i + xbc.shape[1]] * tap for i, tap in enumerate(taps)
-    )
+    padded = functional.pad(xbc, (0, 0, len(taps) - 1, 0))
+    xbc = mixer.conv1d.bias + sum(padded[:, i : i + xbc.shape[1]] * tap for i, tap in enumerate(taps))
     maps = groups * mixer.ssm_state_size
-    x, b, c = F.silu(xbc).split([inner, maps, maps], dim=-1)
-    x = x.unflatten(-1, (heads, -1))
-    dt = F.softplus(dt.float() + mixer.dt_bias)
-    y = scan(x, dt, -mixer.A_log.exp(), b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1)))
-    y = (y + x * mixer.D.unsqueeze(-1)).flatten(2) * F.silu(z.float())
-    y = F.rms_norm(y.unflatten(-1, (groups, -1)), (inner // groups,), eps=mixer.norm.variance_epsilon)
+    x, b, c = functional.silu(xbc).split([inner, maps, maps], dim=-1)
+    x, b, c = x.unflatten(-1, (heads, -1)), b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1))
+    y = scan(x, functional.softplus(dt.float() + mixer.dt_bias), -mixer.A_log.exp(), b, c)
+    y = (y + x * mixer.D.unsqueeze(-1)).flatten(2) * functional.silu(z.float())
+    y = functional.rms_norm(y.unflatten(-1, (groups, -1)), (inner // groups,), eps=mixer.norm.variance_epsilon)
     return mixer.out_proj(y.flatten(2) * mixer.norm.weight)
 
 
 def attention(mixer: nn.Module, hidden: Tensor) -> Tensor:
-    """Computes what an attention mixer computes, from its weights (no positions)."""
+    """Compute an attention mixer (it knows no positions) from its weights."""
     projections = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
     q, k, v = (p(hidden).unflatten(-1, (-1, mixer.head_dim)).transpose(1, 2) for p in projections)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return mixer.o_proj(y.transpose(1, 2).flatten(2))
 
 
 def loss_of(model: NemotronHForCausalLM, tokens: Tensor) -> Tensor:
-    """Computes the mean loss of next-token prediction, several times faster than the model.
-
-    Args:
-        model: The model whose weights are used.
-        tokens: [batch, seq_len + 1].
-    """
+    """Return the mean next-token loss of [batch, seq_len + 1] tokens: the model's own, several times faster."""
     mixers: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
         "linear_attention": mamba,
         "full_attention": attention,
@@ -241,105 +205,92 @@ def loss_of(model: NemotronHForCausalLM, tokens: Tensor) -> Tensor:
         for layer in model.model.layers:
             hidden = hidden + mixers[layer.block_type](layer.mixer, layer.norm(hidden))
         logits = model.lm_head(model.model.norm_f(hidden))
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def batches(stream: Tensor, batch_size: int, seq_len: int, seed: int) -> Iterator[Tensor]:
-    """Yields shuffled windows of the stream for ever, cut anew in each epoch."""
+    """Yield shuffled windows of the stream without end, cut in other places in each epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         first = int(torch.randint(seq_len, (), generator=generator))
         windows = stream[first:].unfold(0, seq_len + 1, seq_len)
-        for rows in torch.randperm(len(windows), generator=generator).split(batch_size):
-            if len(rows) == batch_size:
-                yield windows[rows]
+        order = torch.randperm(len(windows), generator=generator)
+        yield from (windows[rows] for rows in order.split(batch_size) if len(rows) == batch_size)
 
 
 def train(model: NemotronHForCausalLM, stream: Tensor, args: argparse.Namespace) -> None:
-    """Trains the model in place: AdamW, linear warm-up, cosine decay, clipped gradients."""
-    decayed = [p for p in model.parameters() if p.ndim == 2]
+    """Train the model in place: AdamW, linear warm-up, cosine decay, clipped gradients."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=args.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
 
-    def schedule(step: int) -> float:
-        done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
-        return min((step + 1) / args.warmup_steps, 0.5 + 0.5 * math.cos(math.pi * max(0.0, done)))
+    def rate(step: int) -> float:
+        done = max(0, step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
+        return min((step + 1) / max(1, args.warmup_steps), 0.5 + 0.5 * math.cos(math.pi * done))
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    compute = torch.compile(loss_of) if args.compile else loss_of
-    feed, mean = batches(stream, args.batch_size, args.seq_len, args.seed), None
-    with tqdm(range(args.steps), desc="training", mininterval=2) as progress:
-        for _ in progress:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    compute = loss_of if args.no_compile else torch.compile(loss_of)
+    feed, mean = batches(stream, args.batch_size, args.seq_len, args.seed), math.log(VOCAB_SIZE)
+    with tqdm(range(args.steps), desc="training", mininterval=1) as progress:
+        for step in progress:
             loss = compute(model, next(feed))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
+            mean += (loss.item() - mean) * max(0.01, 1 / (step + 1))
             progress.set_postfix(loss=f"{mean:.3f}", refresh=False)
 
 
 @torch.inference_mode()
 def evaluate(model: NemotronHForCausalLM, stream: Tensor, seq_len: int) -> float:
-    """Measures the mean loss per token with the model's own forward pass."""
+    """Return the mean loss of a token, from the model's own forward pass."""
     total, windows = 0.0, stream.unfold(0, seq_len + 1, seq_len)
-    for rows in tqdm(windows.split(16), desc="evaluating", mininterval=2):
+    for rows in tqdm(windows.split(16), desc="evaluating", mininterval=1):
         logits = model(rows[:, :-1], use_cache=False).logits
-        total += F.cross_entropy(
-            logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
-        ).item()
+        total += functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
     return total / (len(windows) * seq_len)
 
 
-def save(
-    model: NemotronHForCausalLM, tokenizer: PreTrainedTokenizerFast, output_dir: Path
-) -> None:
-    """Writes the folder beside its place and renames it there once it is whole."""
+def save(model: NemotronHForCausalLM, tokenizer: PreTrainedTokenizerFast, output_dir: Path) -> None:
+    """Write the folder beside its place, and rename it once it is whole."""
     staging = output_dir.with_name(output_dir.name + ".partial")
     shutil.rmtree(staging, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(staging)
     tokenizer.save_pretrained(staging)
-    if output_dir.exists():
-        shutil.rmtree(output_dir)
+    shutil.rmtree(output_dir, ignore_errors=True)
     staging.rename(output_dir)
 
 
 def main() -> None:
-    """Trains, writes, loads again and measures."""
+    """Train, write the folder, load it again and measure what it holds."""
     args = parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
 
     texts, held_out_texts = read_corpus(args.seed)
-    tokenizer = train_tokenizer(texts, args.vocab_size)
+    tokenizer = train_tokenizer(texts)
     stream, held_out = encode(tokenizer, texts), encode(tokenizer, held_out_texts)
-    model = build_model(args)
-    logger.info(
-        "%d files, %d tokens to train on, %d held out; %d parameters",
-        len(texts), len(stream), len(held_out), model.num_parameters(),
-    )  # fmt: skip
+    model = build_model()
+    print(f"{len(texts)} files, {len(stream)} tokens; held out: {len(held_out_texts)} files, {len(held_out)} tokens")
+    print(f"{model.num_parameters()} parameters")
 
     started = time.monotonic()
     train(model, stream, args)
     seconds = time.monotonic() - started
-    rate = args.steps * args.batch_size * args.seq_len / seconds
-    logger.info("trained in %.0f s, %.0f tokens/s", seconds, rate)
+    print(f"trained in {seconds:.0f} s, {args.steps * args.batch_size * args.seq_len / seconds:.0f} tokens/s")
     save(model, tokenizer, args.output_dir)
 
     model = NemotronHForCausalLM.from_pretrained(args.output_dir, dtype=torch.bfloat16)
-    loss = evaluate(model, held_out, args.seq_len)
-    logger.info("held-out loss %.3f nats/token, perplexity %.2f", loss, math.exp(loss))
     tokenizer = AutoTokenizer.from_pretrained(args.output_dir)
+    loss = evaluate(model, held_out, args.seq_len)
+    print(f"held-out loss {loss:.3f} nats/token, perplexity {math.exp(loss):.2f}")
     prompt = tokenizer("def __init__(self, ", return_tensors="pt")
-    logger.info("%s", tokenizer.decode(model.generate(**prompt, max_new_tokens=120)[0]))
+    print(tokenizer.decode(model.generate(**prompt, max_new_tokens=120)[0]))
 
 
 if __name__ == "__main__":
