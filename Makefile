@@ -14,7 +14,7 @@ help:  ## List the targets
 
 env: $(READY)  ## Create the environment in .venv (Python 3.11 or newer and g++ are all it needs)
 
-$(READY): pyproject.toml requirements-dev.txt
+$(READY): Makefile pyproject.toml requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: $(PYTHON) is older than Python 3.11; set PYTHON=python3.11 or newer" >&2; exit 2; }
 	@command -v $${CXX:-g++} >/dev/null \
@@ -44,7 +44,8 @@ format: $(READY)  ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-all: lint types test demo  ## Everything
+all: lint types test demo  ## What a change must pass, and what continuous integration runs
 
-clean:  ## Remove the environment and what the demo wrote
-	rm -rf $(VENV) .demo build
+clean:  ## Remove the environment, what the demo wrote, and the tools' caches
+	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from trtllm_replayssm import __version__
 from trtllm_replayssm import backend as backends
-from trtllm_replayssm.backend import Backend, BackendName
+from trtllm_replayssm.backend import Backend
 from trtllm_replayssm.builders import engine_folder, kernels
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.checkpoint.staging import check_output, staged_folder
@@ -15,14 +16,20 @@ from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
 from trtllm_replayssm.builders.plan import build_plan, target_capabilities
 from trtllm_replayssm.builders.profiles import bindings, profiles
 from trtllm_replayssm.builders.progress import BuildProgress
+from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry, StateDtype
-from trtllm_replayssm.contract.manifest import ENGINE_FILE, WEIGHTS_FILE, BuildReport, Manifest, WeightsMode
-from trtllm_replayssm.errors import CheckpointError, ConfigError
+from trtllm_replayssm.contract.manifest import (
+    ENGINE_FILE,
+    WEIGHTS_FILE,
+    BackendName,
+    BuildReport,
+    Manifest,
+    WeightsMode,
+)
+from trtllm_replayssm.errors import CheckpointError, ConfigError, validation_text
 
 ONNX_FILE = "model.onnx"
-# A prefill window longer than this gains no speed and takes activation memory in proportion.
-DEFAULT_MAX_NUM_TOKENS = 2048
-DEFAULT_NEW_TOKENS = 1024
+_NETWORK_STEP = "compile kernels, export"
 
 
 @dataclass(frozen=True)
@@ -55,13 +62,13 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
     output_dir: Path | str,
     *,
     backend: BackendName | None = None,
-    max_batch_size: int = 8,
-    max_input_len: int = 1024,
+    max_batch_size: int = defaults.MAX_BATCH_SIZE,
+    max_input_len: int = defaults.MAX_INPUT_LEN,
     max_seq_len: int | None = None,
     max_num_tokens: int | None = None,
     max_draft_len: int = 0,
-    history: int = 16,
-    state_dtype: StateDtype = "float32",
+    history: int = defaults.HISTORY,
+    state_dtype: StateDtype = defaults.STATE_DTYPE,
     weights: WeightsMode = "external",
     compute_capabilities: Sequence[int] | None = None,
     progress: BuildProgress | None = None,
@@ -104,8 +111,11 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
     chosen = backends.load(backend)
     capabilities = target_capabilities(chosen, compute_capabilities)
     task = BuildTask(folder, geometry, replay, limits, weights, has_weights, chosen, capabilities)
-    with progress or BuildProgress() as shown, staged_folder(output_dir) as staging:
-        _build_in(staging, task, shown)
+    with progress or BuildProgress() as shown:
+        with shown.step("load plugins"):  # before the long steps: a missing compiler is found here
+            chosen.load_plugins()
+        with staged_folder(output_dir) as staging:
+            _build_in(staging, task, shown)
     return output_dir
 
 
@@ -114,7 +124,7 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
         engine_folder.link_weights(task.checkpoint_dir, staging)
     weights_file = staging / WEIGHTS_FILE if task.has_weights else None
     onnx_file = staging / ONNX_FILE
-    with progress.step("draw network"):
+    with progress.step(_NETWORK_STEP):
         network = write_network_apart(
             NetworkTask(
                 geometry=task.geometry,
@@ -125,14 +135,13 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
                 weights_file=weights_file if task.weights == "embedded" else None,
             )
         )
-    with progress.step("load plugins"):
-        task.backend.load_plugins()
+    progress.split(_NETWORK_STEP, network.seconds, rest="start process")
     tensors = bindings(task.geometry, task.replay, task.limits, task.weights)
     ranges = profiles(task.replay, task.limits)
     plan = build_plan(task.backend, onnx_file, staging / ENGINE_FILE, tensors, ranges, task.capabilities, progress)
     onnx_file.unlink()
     manifest = Manifest(
-        package_version=engine_folder.package_version(),
+        package_version=__version__,
         backend=task.backend.name,
         backend_version=task.backend.version,
         compute_capabilities=task.capabilities,
@@ -143,7 +152,7 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
         profiles=ranges,
         plugins=network.plugins,
         weights=task.weights,
-        checkpoint=engine_folder.checkpoint_record(task.geometry, weights_file),
+        checkpoint=engine_folder.checkpoint_record(weights_file),
         engine_sha256=plan.sha256,
         engine_bytes=plan.num_bytes,
     )
@@ -151,7 +160,7 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
         network_layers=plan.network_layers,
         engine_layers=plan.engine_layers,
         warnings=plan.warnings,
-        seconds=network.seconds | progress.seconds,
+        seconds=progress.seconds,
     )
     engine_folder.write_descriptions(staging, task.checkpoint_dir, manifest, report)
 
@@ -168,17 +177,12 @@ def _settings(
         limits = EngineLimits(
             max_batch_size=max_batch_size,
             max_input_len=max_input_len,
-            max_seq_len=max_input_len + DEFAULT_NEW_TOKENS if max_seq_len is None else max_seq_len,
-            max_num_tokens=min(max_input_len, DEFAULT_MAX_NUM_TOKENS) if max_num_tokens is None else max_num_tokens,
+            max_seq_len=max_input_len + defaults.MAX_NEW_TOKENS if max_seq_len is None else max_seq_len,
+            max_num_tokens=min(max_input_len, defaults.MAX_NUM_TOKENS) if max_num_tokens is None else max_num_tokens,
         )
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(problem["loc"], problem["msg"]) for problem in error.errors())) from error
+        raise ConfigError(f"{validation_text(error)}.") from error
     return replay, limits
-
-
-def _sentence(where: tuple[int | str, ...], message: str) -> str:
-    text = message.removeprefix("Value error, ")
-    return f"{'.'.join(map(str, where))}: {text}" if where else text
 
 
 def _open_checkpoint(folder: Path, weights: WeightsMode) -> tuple[Path, ModelGeometry, bool]:

@@ -5,13 +5,11 @@ engine that holds its weights the same graph refers to the tensors of the rank c
 there: no copy of the weights is made.
 """
 
-import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import onnx
 import torch
@@ -22,6 +20,7 @@ from torch.export import Dim
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE
+from trtllm_replayssm.contract.safetensors_header import DTYPE_NAMES, read_entries
 from trtllm_replayssm.contract.tensors import (
     TensorSpec,
     logits_spec,
@@ -29,7 +28,8 @@ from trtllm_replayssm.contract.tensors import (
     step_specs,
     weight_specs,
 )
-from trtllm_replayssm.errors import BuildError
+from trtllm_replayssm.errors import BuildError, CheckpointError
+from trtllm_replayssm.ops.dtypes import torch_dtype
 
 OPSET = 24
 # Sizes to trace with. They differ from each other and from 1, so that the tracer does not take two symbols for one.
@@ -40,7 +40,6 @@ _ONNX_TYPES = {
     "bfloat16": onnx.TensorProto.BFLOAT16,
     "int32": onnx.TensorProto.INT32,
 }
-_SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class _Network(nn.Module):
@@ -155,23 +154,22 @@ def embed_weights(model: onnx.ModelProto, weights_file: Path, geometry: ModelGeo
         geometry: of the model.
 
     Raises:
-        BuildError: the file lacks a tensor, or has it in another type or shape.
+        CheckpointError: the file is damaged, lacks a tensor, or has it in another type or shape.
     """
-    entries, data_start = _safetensors_table(weights_file)
+    entries = read_entries(weights_file)
     specs = {spec.name: spec for spec in weight_specs(geometry)}
     kept = [value for value in model.graph.input if value.name not in specs]
     del model.graph.input[:]
     model.graph.input.extend(kept)
     for name, spec in specs.items():
         entry = entries.get(name)
-        found = None if entry is None else (entry["dtype"], tuple(entry["shape"]))
-        needed = (_SAFETENSORS_TYPES[spec.dtype], spec.shape)
-        if entry is None or found != needed:
-            raise BuildError(f"{weights_file}: {name}: found {found}; needed {needed}. Convert the checkpoint again.")
-        begin, end = entry["data_offsets"]
-        tensor = onnx.TensorProto(name=name, data_type=_ONNX_TYPES[spec.dtype], dims=entry["shape"])
+        needed = (DTYPE_NAMES[spec.dtype], spec.shape)
+        if entry is None or (entry.dtype, entry.shape) != needed:
+            found = "nothing" if entry is None else (entry.dtype, entry.shape)
+            raise CheckpointError(f"{weights_file}: {name}: found {found}; needed {needed}. Convert the model anew.")
+        tensor = onnx.TensorProto(name=name, data_type=_ONNX_TYPES[spec.dtype], dims=entry.shape)
         tensor.data_location = onnx.TensorProto.EXTERNAL
-        place = {"location": weights_file.name, "offset": data_start + begin, "length": end - begin}
+        place = {"location": weights_file.name, "offset": entry.begin, "length": entry.end - entry.begin}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
         model.graph.initializer.append(tensor)
@@ -185,17 +183,9 @@ def _name_nodes(model: onnx.ModelProto) -> None:
             node.name = f"layers.{layer}.mixer.{node.op_type}"
 
 
-def _safetensors_table(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise BuildError(f"{path}: found a header of {length} bytes; the file has {path.stat().st_size}.")
-        return json.loads(file.read(length)), 8 + length
-
-
 def _traced_tensor(spec: TensorSpec) -> torch.Tensor:
     shape = [_TRACED[d] if isinstance(d, str) else d for d in spec.shape]
-    return torch.empty(shape, dtype=getattr(torch, spec.dtype))
+    return torch.empty(shape, dtype=torch_dtype(spec.dtype))
 
 
 def _check_io(what: str, found: Sequence[onnx.ValueInfoProto], needed: Sequence[tuple[str, TensorSpec]]) -> None:

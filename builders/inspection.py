@@ -2,42 +2,20 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
-from trtllm_replayssm.builders.checkpoint.model_folder import ModelFolder, open_model_folder
+from trtllm_replayssm.builders.checkpoint.model_folder import FolderKind, ModelFolder, open_model_folder
+from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import (
     DTYPE_BYTES,
+    LAYER_LETTERS,
     EngineLimits,
     Frozen,
-    LayerType,
     ModelGeometry,
     ReplayGeometry,
 )
 from trtllm_replayssm.contract.manifest import BuildReport, Manifest, read_manifest, read_report
-from trtllm_replayssm.contract.memory import tensor_bytes
-from trtllm_replayssm.contract.tensors import state_specs, weight_specs
-
-_LETTERS = {LayerType.MAMBA2: "M", LayerType.ATTENTION: "*", LayerType.MLP: "-"}
-# What a folder that is no engine is shown with: this package's defaults.
-_SHOWN_SEQ_LEN = 4096
-
-
-class StatePool(Frozen):
-    """One kind of state, over all layers that have it.
-
-    Attributes:
-        kind: "ssm_state", "x_ring", "key_cache", ...
-        layers: how many layers have it.
-        dtype: element type.
-        slot_shape: shape of one layer's state of one slot.
-        bytes_per_slot: of all layers.
-    """
-
-    kind: str
-    layers: int
-    dtype: str
-    slot_shape: tuple[int, ...]
-    bytes_per_slot: int
+from trtllm_replayssm.contract.memory import StatePool, state_pools, tensor_bytes
+from trtllm_replayssm.contract.tensors import weight_specs
 
 
 class EngineInspection(Frozen):
@@ -75,6 +53,7 @@ class Inspection(Frozen):
         weights_bytes: bytes of all weights.
         has_weights: whether they are in the folder.
         replay: how the states below are kept.
+        max_batch_size: slots.
         max_seq_len: rows of the key/value caches below.
         states: the pools of one slot.
         state_bytes_per_slot: their sum.
@@ -82,7 +61,7 @@ class Inspection(Frozen):
     """
 
     path: Path
-    kind: Literal["huggingface", "rank_checkpoint", "engine"]
+    kind: FolderKind
     geometry: ModelGeometry
     pattern: str
     layers: dict[str, int]
@@ -90,6 +69,7 @@ class Inspection(Frozen):
     weights_bytes: int
     has_weights: bool
     replay: ReplayGeometry
+    max_batch_size: int
     max_seq_len: int
     states: tuple[StatePool, ...]
     state_bytes_per_slot: int
@@ -107,8 +87,11 @@ def inspect_folder(path: Path) -> Inspection:
     if folder.kind == "engine":
         manifest = read_manifest(path)
         return _inspection(folder, manifest.replay, manifest.limits, _engine(manifest, read_report(path)))
-    length = min(_SHOWN_SEQ_LEN, folder.geometry.max_position_embeddings)
-    limits = EngineLimits(max_batch_size=1, max_input_len=length, max_seq_len=length, max_num_tokens=length)
+    # No engine says how many slots it has and how long they are: shown is what a run would take.
+    length = min(defaults.MAX_SEQ_LEN, folder.geometry.max_position_embeddings)
+    limits = EngineLimits(
+        max_batch_size=defaults.MAX_BATCH_SIZE, max_input_len=length, max_seq_len=length, max_num_tokens=length
+    )
     return _inspection(folder, ReplayGeometry(), limits, None)
 
 
@@ -116,40 +99,25 @@ def _inspection(
     folder: ModelFolder, replay: ReplayGeometry, limits: EngineLimits, engine: EngineInspection | None
 ) -> Inspection:
     geometry = folder.geometry
-    states = _state_pools(geometry, replay, limits)
+    states = state_pools(geometry, replay, limits)
     counts = Counter(layer.value for layer in geometry.layer_types)
     weights = weight_specs(geometry)
     return Inspection(
         path=folder.path,
         kind=folder.kind,
         geometry=geometry,
-        pattern="".join(_LETTERS[layer] for layer in geometry.layer_types),
+        pattern="".join(LAYER_LETTERS[layer] for layer in geometry.layer_types),
         layers=dict(counts),
         num_parameters=sum(tensor_bytes(spec) // DTYPE_BYTES[spec.dtype] for spec in weights),
         weights_bytes=sum(tensor_bytes(spec) for spec in weights),
         has_weights=folder.has_weights,
         replay=replay,
+        max_batch_size=limits.max_batch_size,
         max_seq_len=limits.max_seq_len,
         states=states,
         state_bytes_per_slot=sum(pool.bytes_per_slot for pool in states),
         engine=engine,
     )
-
-
-def _state_pools(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> tuple[StatePool, ...]:
-    one = limits.model_copy(update={"max_batch_size": 1})
-    pools: dict[str, StatePool] = {}
-    for spec in state_specs(geometry, replay, one):
-        kind = spec.name.rpartition("_")[0]
-        held = pools.get(kind)
-        pools[kind] = StatePool(
-            kind=kind,
-            layers=1 + (held.layers if held else 0),
-            dtype=spec.dtype,
-            slot_shape=tuple(int(d) for d in spec.shape[1:]),
-            bytes_per_slot=tensor_bytes(spec, B=1) + (held.bytes_per_slot if held else 0),
-        )
-    return tuple(pools.values())
 
 
 def _engine(manifest: Manifest, report: BuildReport | None) -> EngineInspection:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from trtllm_replayssm.contract.geometry import ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2
-from trtllm_replayssm.plugins.images import architecture_of, capability_of, is_exact, kernel_image
+from trtllm_replayssm.plugins.compile_image import architecture_of, capability_of, is_exact, kernel_image
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
     Mamba2Specialization,

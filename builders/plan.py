@@ -11,13 +11,11 @@ import torch
 
 from trtllm_replayssm.backend import Backend, LogLines
 from trtllm_replayssm.builders.progress import BuildProgress, interruptible
+from trtllm_replayssm.contract import defaults
+from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.contract.manifest import LayerRecord, ProfileRecord, TensorRecord
 from trtllm_replayssm.errors import BackendError, BuildError, ConfigError
 from trtllm_replayssm.plugins.cache import cache_dir, write_beside
-
-# What TensorRT-RTX builds for when nothing is named, of those the installed version knows: Ampere (A100, RTX 30),
-# Ada (RTX 40, L4, L40) and Blackwell (RTX 50).
-DEFAULT_RTX_CAPABILITIES = (80, 86, 89, 120)
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ def target_capabilities(backend: Backend, wanted: Sequence[int] | None) -> tuple
     current = 10 * major + minor
     if wanted and set(wanted) != {current}:
         raise ConfigError(
-            f"compute_capability: found {_shown(wanted)}; needed {_shown([current])}, this machine's GPU. "
-            "TensorRT builds for the GPU it runs on; leave the option out."
+            f"compute_capability: found {capability_text(*wanted)}; needed {capability_text(current)}, this machine's "
+            "GPU. TensorRT builds for the GPU it runs on; leave the option out."
         )
     return (current,)
 
@@ -126,18 +124,15 @@ def _write_plan(builder: Any, network: Any, config: Any, engine_file: Path) -> t
 def _rtx_capabilities(backend: Backend, wanted: Sequence[int] | None) -> tuple[int, ...]:
     known = {int(name[2:]) for name in backend.trt.ComputeCapability.__members__ if name[2:].isdigit()}
     if wanted is None:
-        return tuple(capability for capability in DEFAULT_RTX_CAPABILITIES if capability in known)
+        return tuple(capability for capability in defaults.RTX_CAPABILITIES if capability in known)
     unknown = sorted(set(wanted) - known)
     if unknown or not wanted:
         raise ConfigError(
-            f"compute_capability: found {_shown(unknown) or 'none'}; {backend.name} {backend.version} builds for "
-            f"{_shown(sorted(known))}. For other GPUs use --backend tensorrt on such a machine."
+            f"compute_capability: found {capability_text(*unknown) or 'none'}; needed one or more of those that "
+            f"{backend.name} {backend.version} builds for: {capability_text(*sorted(known))}. For other GPUs use "
+            "--backend tensorrt on such a machine."
         )
     return tuple(sorted(set(wanted)))
-
-
-def _shown(capabilities: Sequence[int]) -> str:
-    return ", ".join(f"{value // 10}.{value % 10}" for value in capabilities)
 
 
 def _make_config(
@@ -156,12 +151,18 @@ def _make_config(
             if tensor.is_input and any(isinstance(d, str) for d in tensor.shape):
                 profile.set_shape(tensor.name, *record.shapes(tensor.shape))
         if config.add_optimization_profile(profile) < 0:
-            raise BuildError(f"optimization profile {record.name}: TensorRT refused {record}.")
+            raise BuildError(
+                f"optimization profile {record.name}: found rows {record.batch} and windows {record.window}, which "
+                "TensorRT refused. Lower max_batch_size or max_num_tokens."
+            )
     if backend.name == "tensorrt_rtx":
         config.num_compute_capabilities = len(capabilities)
         for index, capability in enumerate(capabilities):
             if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability}"), index):
-                raise BuildError(f"compute capability {_shown([capability])}: TensorRT-RTX refused it as a target.")
+                raise BuildError(
+                    f"compute_capability: found {capability_text(capability)} among {capability_text(*capabilities)}, "
+                    f"which TensorRT-RTX {backend.version} refused. Build an engine for it alone, or leave it out."
+                )
     return config
 
 
@@ -190,7 +191,10 @@ def _check_bindings(network: Any, tensors: Sequence[TensorRecord]) -> None:
     needed = [tensor.name for tensor in tensors]
     if found != needed:
         difference = sorted(set(found) ^ set(needed)) or "the same names in another order"
-        raise BuildError(f"parsed network: its bindings differ from the contract's: {difference}.")
+        raise BuildError(
+            f"parsed network: found {len(found)} bindings; needed the contract's {len(needed)}; they differ in "
+            f"{difference}. Report this with the TensorRT version."
+        )
 
 
 def _parser_errors(parser: Any) -> str:

@@ -1,9 +1,10 @@
 """What a build shows while it runs, and how it is stopped."""
 
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
@@ -16,7 +17,8 @@ class BuildProgress:
     """The steps of a build, each with its time; inside TensorRT also the phases that it reports.
 
     Args:
-        shown: draw bars on stderr; otherwise only the times are kept.
+        shown: draw bars, where standard error is a terminal, and remove them at the end; otherwise only the times are
+            kept.
 
     Attributes:
         seconds: step -> time it took.
@@ -30,7 +32,8 @@ class BuildProgress:
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
             console=Console(stderr=True),
-            disable=not shown,
+            transient=True,  # the times are printed at the end, and an error stands alone
+            disable=not (shown and sys.stderr.isatty()),
         )
 
     def __enter__(self) -> "BuildProgress":
@@ -48,6 +51,11 @@ class BuildProgress:
         yield
         self.seconds[name] = round(time.perf_counter() - started, 3)
         self._bars.update(task, total=1, completed=1)
+
+    def split(self, name: str, parts: Mapping[str, float], rest: str) -> None:
+        """Keep the times of a step's parts instead of its own, so that the times add up; ``rest`` is what is left."""
+        left = self.seconds.pop(name) - sum(parts.values())
+        self.seconds |= {part: round(seconds, 3) for part, seconds in {rest: left, **parts}.items()}
 
     def monitor(self, trt: ModuleType, cancelled: threading.Event) -> Any:
         """Make TensorRT's progress monitor; the build ends early once ``cancelled`` is set."""

@@ -3,6 +3,7 @@
 Run it with ``make demo``, or ``python examples/demo.py`` where the package is installed. It writes to ``.demo/``.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,14 +21,16 @@ CHECKPOINT = WORK / "checkpoint"
 ENGINE = WORK / "engine"
 HISTORY = 16
 SPECULATION = NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=3)
+# They end within a line: the model's tokenizer joins a line feed to the indentation after it.
 PROMPTS = [
-    "import os\nimport sys\n\n\nclass Parser:\n    def __init__(self, name, value):\n",
-    "def read(self, size=-1):\n    if self.closed:\n",
-    "    for name in names:\n        if name in self._cache:\n            return self._cache[name]\n",
+    "def get(self, key, default=None):\n    try:",
+    "    for name in names:\n        if name in self._cache:\n            return self._cache[name]\n        else:",
+    'def read(self, size=-1):\n    """Read and return up to size bytes.',
 ]
-GREEDY = SamplingParams(max_tokens=160, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=96, temperature=0.0)
+WIDTH = 110
 
-console = Console(width=110)
+console = Console(width=WIDTH)
 
 
 def run_command(*arguments: str) -> None:
@@ -35,12 +38,13 @@ def run_command(*arguments: str) -> None:
     console.rule(f"trtllm-replayssm {arguments[0]}")
     shown = " ".join(part.replace(f"{ROOT}/", "") for part in arguments)
     console.print(f"$ trtllm-replayssm {shown}", style="bold", highlight=False, markup=False)
-    subprocess.run([Path(sys.executable).with_name("trtllm-replayssm"), *arguments], check=True, cwd=ROOT)
+    program = Path(sys.executable).with_name("trtllm-replayssm")
+    subprocess.run([program, *arguments], check=True, cwd=ROOT, env={**os.environ, "COLUMNS": str(WIDTH)})
 
 
 def generate(title: str, llm: LLM) -> tuple[list[str], dict[str, int | float]]:
     """Return the texts of the prompts and what it took."""
-    console.print(f"generating: {title}", style="dim")
+    console.print(f"{title}: {llm.executor} executor on {llm.device}", style="dim")
     outputs = llm.generate(PROMPTS, GREEDY)
     return [output.outputs[0].text for output in outputs], llm.metrics()
 
@@ -51,17 +55,18 @@ def compare(runs: dict[str, dict[str, int | float]]) -> Table:
         "tokens generated": "num_generated_tokens",
         "decode steps": "num_decode_steps",
         "drafts proposed": "num_draft_tokens",
-        "drafts accepted": "num_accepted_draft_tokens",
+        "drafts accepted": "num_accepted_drafts",
         "flushes (checkpoints written)": "num_flushes",
-        "state bytes read": "state_bytes_read",
-        "state bytes written": "state_bytes_written",
     }
+    traffic = {"state MB read": "state_bytes_read", "state MB written": "state_bytes_written"}
     table = Table(title=f"{len(PROMPTS)} prompts, greedy, history {HISTORY}", title_justify="left")
     table.add_column("")
     for name in runs:
         table.add_column(name, justify="right")
     for label, key in rows.items():
         table.add_row(label, *(f"{int(metrics[key]):,}" for metrics in runs.values()))
+    for label, key in traffic.items():
+        table.add_row(label, *(f"{metrics[key] / 1e6:,.1f}" for metrics in runs.values()))
     totals = [metrics["state_bytes_read"] + metrics["state_bytes_written"] for metrics in runs.values()]
     table.add_row("state traffic, conventional = 1", *(f"{total / totals[0]:.2f}" for total in totals))
     return table
@@ -94,8 +99,10 @@ def main() -> int:
     results = {title: generate(title, llm) for title, llm in models.items()}
     texts, _ = results["replay + n-gram drafts"]
     for prompt, text in zip(PROMPTS, texts, strict=True):
-        console.print(prompt, style="bold", end="", highlight=False, markup=False)
-        console.print(text, highlight=False, markup=False)
+        console.print("prompt", style="dim")
+        console.print(prompt, style="bold", highlight=False, markup=False, soft_wrap=True)
+        console.print("continued", style="dim")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
         console.rule(style="dim")
     runs = {title: metrics for title, (_, metrics) in results.items()}
     console.print(compare(runs))
@@ -108,4 +115,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except subprocess.CalledProcessError as error:  # the command has said why
+        sys.exit(error.returncode)

@@ -27,10 +27,15 @@ MAX_SHARED_BYTES = {
 }
 """Architecture -> shared memory that one thread block may have, in bytes (CUDA programming guide)."""
 ARCHITECTURES = tuple(MAX_SHARED_BYTES)
+INSTALL = (
+    "pip install 'cuda-core>=1.0' 'cuda-bindings>=13.0' 'nvidia-cuda-nvrtc>=13.0' 'nvidia-cuda-runtime>=13.0' "
+    "'nvidia-cuda-cccl>=13.0'"
+)
+"""The packages of the ``cuda13`` extra, as pyproject.toml lists them."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def compile(specialization: Specialization, role: Role, architecture: str) -> bytes:
+def compile_kernel(specialization: Specialization, role: Role, architecture: str) -> bytes:
     """Compile one kernel, or take it from the cache.
 
     Args:
@@ -114,8 +119,7 @@ def cuda_module(name: str) -> ModuleType:
         return importlib.import_module(f"cuda.{name}")
     except ImportError as error:
         raise BackendError(
-            f"cuda.{name}: found {error}; needed cuda-core and NVRTC of CUDA 13. "
-            "Install them with `pip install trtllm-replayssm[cuda13]`."
+            f"cuda.{name}: found {error}; needed cuda-core and NVRTC of CUDA 13. Install them with: {INSTALL}"
         ) from error
 
 
@@ -126,7 +130,6 @@ def _nvrtc_version() -> str:
         _, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:
         raise BackendError(
-            f"NVRTC: found {error}; needed the NVRTC library of CUDA 13. "
-            "Install it with `pip install trtllm-replayssm[cuda13]`."
+            f"NVRTC: found {error}; needed the NVRTC library of CUDA 13. Install it with: {INSTALL}"
         ) from error
     return f"{major}.{minor}"

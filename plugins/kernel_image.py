@@ -3,12 +3,15 @@
 A plugin carries one in its ``kernels`` field, hence inside the engine; ``plugins/cpp/kernel_image.h`` reads it. All
 integers are little-endian.
 
-    header   magic "RSSMKIMG", uint32 version, uint32 entry count
+    header   magic "RSSMKIMG", uint32 version, uint32 entry count, char[256] constants
     entry    char[32] role, char[64] symbol, int32 compute capability (10 * major + minor),
              int32 is_exact (1: runs on that capability alone, as sm_90a; 0: also on later minors of the same major),
              int32 grid_x, int32 block_x, int32 dynamic_shared_bytes, int32 reserved, uint64 cubin offset from the
              image's start, uint64 cubin bytes
     cubins   entries may share one
+
+``constants`` is what the kernels were compiled for (``specialize.constants_of``); a plugin refuses an image whose
+constants are not those of its tensors and fields.
 
 A kernel is launched with grid (grid_x, rows of the step, 1) and block (block_x, 1, 1); its single argument is the
 ``Params`` struct of its folder. Roles: "step" (window of at most 1 + max_draft_len tokens), "prefill" (longer).
@@ -21,8 +24,8 @@ from dataclasses import dataclass
 from trtllm_replayssm.errors import BuildError
 
 MAGIC = b"RSSMKIMG"
-VERSION = 1
-_HEADER = struct.Struct("<8sII")
+VERSION = 2
+_HEADER = struct.Struct("<8sII256s")
 _ENTRY = struct.Struct("<32s64siiiiiiQQ")
 
 
@@ -40,8 +43,8 @@ class KernelEntry:
     cubin: bytes
 
 
-def pack(entries: Sequence[KernelEntry]) -> bytes:
-    """Serialise entries; equal cubins are stored once."""
+def pack(constants: str, entries: Sequence[KernelEntry]) -> bytes:
+    """Serialise entries that were compiled for the same constants; equal cubins are stored once."""
     offset = _HEADER.size + _ENTRY.size * len(entries)
     offsets: dict[bytes, int] = {}
     for entry in entries:
@@ -63,25 +66,28 @@ def pack(entries: Sequence[KernelEntry]) -> bytes:
         )
         for entry in entries
     )
-    return _HEADER.pack(MAGIC, VERSION, len(entries)) + table + b"".join(offsets)
+    return _HEADER.pack(MAGIC, VERSION, len(entries), constants.encode()) + table + b"".join(offsets)
 
 
-def unpack(image: bytes) -> tuple[KernelEntry, ...]:
-    """Read an image back.
+def unpack(image: bytes) -> tuple[str, tuple[KernelEntry, ...]]:
+    """Read the constants and the entries of an image back.
 
     Raises:
         BuildError: not an image, another version, or truncated.
     """
     if len(image) < _HEADER.size:
-        raise BuildError(f"kernel image: found {len(image)} bytes; needed at least {_HEADER.size}.")
-    magic, version, count = _HEADER.unpack_from(image)
+        raise BuildError(f"kernel image: found {len(image)} bytes; needed at least {_HEADER.size}, its header.")
+    magic, version, count, constants = _HEADER.unpack_from(image)
     if magic != MAGIC or version != VERSION:
         raise BuildError(
             f"kernel image: found magic {magic!r}, version {version}; needed {MAGIC!r}, version {VERSION}."
         )
     if len(image) < _HEADER.size + count * _ENTRY.size:
-        raise BuildError(f"kernel image: found {len(image)} bytes; the table of {count} entries alone is longer.")
-    return tuple(_read_entry(image, index) for index in range(count))
+        raise BuildError(
+            f"kernel image: found {len(image)} bytes; needed at least {_HEADER.size + count * _ENTRY.size}, a table of "
+            f"{count} entries. Build the engine again."
+        )
+    return constants.rstrip(b"\0").decode(), tuple(_read_entry(image, index) for index in range(count))
 
 
 def _read_entry(image: bytes, index: int) -> KernelEntry:
@@ -89,7 +95,10 @@ def _read_entry(image: bytes, index: int) -> KernelEntry:
         image, _HEADER.size + index * _ENTRY.size
     )
     if offset + size > len(image):
-        raise BuildError(f"kernel image: entry {index} ends at byte {offset + size}; the image has {len(image)}.")
+        raise BuildError(
+            f"kernel image: found {len(image)} bytes; needed {offset + size}, where entry {index} ends. "
+            "Build the engine again."
+        )
     return KernelEntry(
         role=role.rstrip(b"\0").decode(),
         symbol=symbol.rstrip(b"\0").decode(),

@@ -5,6 +5,7 @@ for the device, so launches are captured by CUDA graphs; the first launch of a k
 outside of a capture.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import cast
 
@@ -13,125 +14,87 @@ from torch import Tensor
 
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
-from trtllm_replayssm.plugins.layouts import require_contiguous, require_innermost_contiguous, require_slot_layout
-from trtllm_replayssm.plugins.loader import LoadedKernel, launch, load
-from trtllm_replayssm.plugins.params import causal_conv1d_params, mamba2_params
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Mamba2Specialization, Role
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2
+from trtllm_replayssm.plugins import layouts
+from trtllm_replayssm.plugins.loader import launch, load
+from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, causal_conv1d_params, mamba2_params
+from trtllm_replayssm.plugins.specialize import VECTOR_BYTES, CausalConv1dSpecialization, Mamba2Specialization, Role
 
-_VECTOR_BYTES = 16
-# As in the TensorRT plugin: the longest window that the convolution's "step" role is launched for.
-_MAX_STEP_TOKENS = 8
+# dt is read number by number; the other pools 16 bytes at a time.
+_MAMBA2_SLOTS = {"ssm_state": VECTOR_BYTES, "x_ring": VECTOR_BYTES, "B_ring": VECTOR_BYTES, "dt_ring": 4}
 
 
-def mamba2(  # noqa: PLR0913 - the tensors of the published formula, by name
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    ssm_state: Tensor,
-    x_ring: Tensor,
-    B_ring: Tensor,
-    dt_ring: Tensor,
-    past_lengths: Tensor,
-    checkpoint_lengths: Tensor,
-    num_tokens: Tensor,
-    slot_ids: Tensor,
-    *,
-    history: int,
-    max_draft_len: int,
-) -> Tensor:
+def mamba2(tensors: Mapping[str, Tensor], *, history: int, max_draft_len: int) -> Tensor:
     """Run a step (S <= 1 + max_draft_len) or a prefill of Mamba-2; pool and rings are updated in place.
 
-    Arguments are those of ``ops.mamba2``, on one CUDA device.
+    Args:
+        tensors: by name, the tensors of ``ops.mamba2``, on one CUDA device.
+        history: most pending rows W.
+        max_draft_len: most draft tokens of a window, T - 1.
 
     Returns:
         y, [B, S, H, P] of the activation type, contiguous.
 
     Raises:
-        OpArgumentError: a layout that the kernels do not read: the innermost axis of x, dt, B or C is not contiguous, a
-            slot of a pool is not contiguous or not 16-byte aligned, or a vector argument is not contiguous.
+        OpArgumentError: a layout that the kernels do not read (``plugins.layouts``): x, dt, B and C may be strided but
+            for their innermost axis, pools between their slots, and nothing else. Nothing has been written then.
         UnsupportedError: no kernel for these shapes or this device.
         BackendError: cuda-core or NVRTC is not installed, or the driver refuses the launch.
     """
-    for name, tensor in (("x", x), ("dt", dt), ("B", B), ("C", C)):
-        require_innermost_contiguous("mamba2", name, tensor)
-    for name, tensor in (("ssm_state", ssm_state), ("x_ring", x_ring), ("B_ring", B_ring), ("dt_ring", dt_ring)):
-        # dt is read number by number; the others 16 bytes at a time.
-        require_slot_layout("mamba2", name, tensor, 4 if name == "dt_ring" else _VECTOR_BYTES)
-    vectors = (A, D, dt_bias, past_lengths, checkpoint_lengths, num_tokens, slot_ids)
-    names = ("A", "D", "dt_bias", "past_lengths", "checkpoint_lengths", "num_tokens", "slot_ids")
-    for name, tensor in zip(names, vectors, strict=True):
-        require_contiguous("mamba2", name, tensor)
-
+    layouts.check("ops.mamba2", tensors, strided=("x", "dt", "B", "C"), slots=_MAMBA2_SLOTS)
+    x, B = tensors["x"], tensors["B"]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    n_rows, seq_len, n_heads, head_dim = x.shape
-    if n_rows == 0 or seq_len == 0:
+    num_rows, seq_len, n_heads, head_dim = x.shape
+    if num_rows == 0 or seq_len == 0:
         return y
-    kernel = _mamba2_kernel(
+    specialization = _mamba2(
         (n_heads, head_dim, B.shape[3], B.shape[2], history, max_draft_len),
-        (x.dtype, ssm_state.dtype, dt.dtype),
-        "step" if seq_len <= protocol.window_length(max_draft_len) else "prefill",
-        x.device.index,
+        (x.dtype, tensors["ssm_state"].dtype, tensors["dt"].dtype),
     )
-    inputs = (x, dt, B, C, A, D, dt_bias, ssm_state, x_ring, B_ring, dt_ring, *vectors[3:])
-    launch(kernel, mamba2_params(inputs, y), n_rows, x.device)
+    role: Role = "prefill" if protocol.is_prefill(seq_len, max_draft_len) else "step"
+    params = mamba2_params(tuple(tensors[name] for name in MAMBA2.inputs), y)
+    launch(load(specialization, role, x.device.index), params, num_rows, x.device)
     return y
 
 
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_ring: Tensor,
-    past_lengths: Tensor,
-    num_tokens: Tensor,
-    slot_ids: Tensor,
-    *,
-    activation: str | None,
-) -> Tensor:
+def causal_conv1d(tensors: Mapping[str, Tensor | None], *, activation: str | None) -> Tensor:
     """Run the causal convolution of a window of any length; the ring is updated in place.
 
-    Arguments are those of ``ops.causal_conv1d``, on one CUDA device; activation is "silu" or None.
+    Args:
+        tensors: by name, the tensors of ``ops.causal_conv1d``, on one CUDA device; the bias may be None.
+        activation: "silu" or None.
 
     Returns:
         y, [B, S, D] of the activation type, contiguous.
 
     Raises:
-        OpArgumentError: a layout that the kernels do not read: the channels of x are not contiguous, a slot of
-            conv_ring is not contiguous or not aligned, or weight, bias, lengths or ids are not contiguous.
+        OpArgumentError: a layout that the kernels do not read (``plugins.layouts``): x may be strided but for its
+            channels, conv_ring between its slots, and nothing else. Nothing has been written then.
         UnsupportedError: no kernel for these shapes or this device.
         BackendError: cuda-core or NVRTC is not installed, or the driver refuses the launch.
     """
-    require_innermost_contiguous("causal_conv1d", "x", x)
+    x, weight = tensors["x"], tensors["weight"]
+    assert x is not None and weight is not None, "the bias alone is optional"
+    num_rows, seq_len, conv_dim = x.shape
+    specialization = _causal_conv1d(conv_dim, weight.shape[1], x.dtype)
+    ring_alignment = specialization.channels_per_thread * x.element_size()
+    layouts.check("ops.causal_conv1d", tensors, strided=("x",), slots={"conv_ring": ring_alignment})
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    n_rows, seq_len, conv_dim = x.shape
-    if n_rows == 0 or seq_len == 0:
+    if num_rows == 0 or seq_len == 0:
         return y
     # Both roles are right for any window; the split one pays when a thread would run many tokens in a row.
-    role: Role = "step" if seq_len <= _MAX_STEP_TOKENS else "prefill"
-    kernel, vector_bytes = _causal_conv1d_kernel(conv_dim, weight.shape[1], x.dtype, role, x.device.index)
-    require_slot_layout("causal_conv1d", "conv_ring", conv_ring, vector_bytes)
-    vectors = (past_lengths, num_tokens, slot_ids)
-    require_contiguous("causal_conv1d", "weight", weight)
-    if bias is not None:
-        require_contiguous("causal_conv1d", "bias", bias)
-    for name, tensor in zip(("past_lengths", "num_tokens", "slot_ids"), vectors, strict=True):
-        require_contiguous("causal_conv1d", name, tensor)
-    params = causal_conv1d_params((x, weight, bias, conv_ring, *vectors), y, is_silu=activation == "silu")
-    launch(kernel, params, n_rows, x.device)
+    role: Role = "step" if seq_len <= LONGEST_STEP_WINDOW else "prefill"
+    inputs = tuple(tensors[name] for name in CAUSAL_CONV1D.inputs)
+    params = causal_conv1d_params(inputs, y, is_silu=activation == "silu")
+    launch(load(specialization, role, x.device.index), params, num_rows, x.device)
     return y
 
 
 @cache
-def _mamba2_kernel(
-    sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], role: Role, device_index: int
-) -> LoadedKernel:
+def _mamba2(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Mamba2Specialization:
     activation, state, dt = (_dtype_name(dtype) for dtype in dtypes)
     n_heads, head_dim, d_state, n_groups, history, max_draft_len = sizes
-    specialization = Mamba2Specialization(
+    return Mamba2Specialization(
         n_heads=n_heads,
         head_dim=head_dim,
         d_state=d_state,
@@ -142,15 +105,11 @@ def _mamba2_kernel(
         state_dtype=cast(StateDtype, state),
         dt_dtype=cast(ActivationDtype, dt),
     )
-    return load(specialization, role, device_index)
 
 
 @cache
-def _causal_conv1d_kernel(
-    conv_dim: int, d_conv: int, dtype: torch.dtype, role: Role, device_index: int
-) -> tuple[LoadedKernel, int]:
-    specialization = CausalConv1dSpecialization(conv_dim, d_conv, cast(ActivationDtype, _dtype_name(dtype)))
-    return load(specialization, role, device_index), specialization.channels_per_thread * dtype.itemsize
+def _causal_conv1d(conv_dim: int, d_conv: int, dtype: torch.dtype) -> CausalConv1dSpecialization:
+    return CausalConv1dSpecialization(conv_dim, d_conv, cast(ActivationDtype, _dtype_name(dtype)))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

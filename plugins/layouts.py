@@ -3,9 +3,34 @@
 Every check raises ``OpArgumentError`` with the layout found, the one needed and the way out.
 """
 
+from collections.abc import Collection, Mapping
+
 from torch import Tensor
 
 from trtllm_replayssm.errors import OpArgumentError
+
+
+def check(op: str, tensors: Mapping[str, Tensor | None], *, strided: Collection[str], slots: Mapping[str, int]) -> None:
+    """Refuse a call whose tensors the kernels cannot read; what is named nowhere must be contiguous.
+
+    Args:
+        op: for messages.
+        tensors: name -> tensor; None where an optional one is absent.
+        strided: the tensors of which the innermost axis alone must be contiguous.
+        slots: pool -> alignment of its slots in bytes; each slot must be contiguous.
+
+    Raises:
+        OpArgumentError: naming the first tensor with another layout.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if name in strided:
+            require_innermost_contiguous(op, name, tensor)
+        elif name in slots:
+            require_slot_layout(op, name, tensor, slots[name])
+        else:
+            require_contiguous(op, name, tensor)
 
 
 def require_innermost_contiguous(op: str, name: str, tensor: Tensor) -> None:
@@ -16,8 +41,8 @@ def require_innermost_contiguous(op: str, name: str, tensor: Tensor) -> None:
     """
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise OpArgumentError(
-            f"{op}: {name}: found strides {tuple(tensor.stride())}; needed stride 1 in the innermost axis on CUDA. "
-            f"Pass {name}.contiguous()."
+            f"{op}: {name}: found strides {tensor.stride()} for shape {tuple(tensor.shape)}; needed the innermost axis "
+            f"contiguous on CUDA. Pass {name}.contiguous()."
         )
 
 
@@ -29,8 +54,8 @@ def require_contiguous(op: str, name: str, tensor: Tensor) -> None:
     """
     if not tensor.is_contiguous():
         raise OpArgumentError(
-            f"{op}: {name}: found strides {tuple(tensor.stride())}; needed a contiguous tensor on CUDA. "
-            f"Pass {name}.contiguous()."
+            f"{op}: {name}: found strides {tensor.stride()} for shape {tuple(tensor.shape)}; needed all of it "
+            f"contiguous on CUDA. Pass {name}.contiguous()."
         )
 
 
@@ -50,7 +75,7 @@ def require_slot_layout(op: str, name: str, pool: Tensor, alignment: int) -> Non
     for size, stride in zip(reversed(pool.shape[1:]), reversed(pool.stride()[1:]), strict=True):
         if stride != expected and size > 1:
             raise OpArgumentError(
-                f"{op}: {name}: found shape {tuple(pool.shape)} with strides {tuple(pool.stride())}; needed each slot "
+                f"{op}: {name}: found strides {pool.stride()} for shape {tuple(pool.shape)}; needed each slot "
                 "contiguous on CUDA (any stride between slots). Allocate the pool with the slot axis outermost."
             )
         expected *= size

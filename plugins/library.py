@@ -73,16 +73,14 @@ def compile_library(name: str, sources: Sequence[Path], flags: Sequence[str] = (
         BuildError: the compiler refuses the sources, or the cache cannot be written.
     """
     include = tensorrt_include_dir()
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
-    command = [*compiler, *_FLAGS, *flags, "-isystem", str(include), "-idirafter", str(SOURCE_DIR / "cuda_shim")]
-    digest = content_hash(
-        name, *command, *_LINK_FLAGS, platform.machine(), *(part for file in _inputs(sources) for part in file)
-    )
+    options = [*_FLAGS, *flags, "-isystem", str(include), "-idirafter", str(SOURCE_DIR / "cuda_shim")]
+    command = [*_compiler(), *options, *_LINK_FLAGS]
+    digest = content_hash(name, *command, platform.machine(), *(part for file in _inputs(sources) for part in file))
     path = cache_dir() / digest / name
     if path.is_file():
         return path
     with beside(path) as temporary:
-        _run([*command, *map(str, sources), "-o", str(temporary), *_LINK_FLAGS], name)
+        run_compiler([*options, *map(str, sources), "-o", str(temporary), *_LINK_FLAGS], name)
     return path
 
 
@@ -167,7 +165,18 @@ def _inputs(sources: Sequence[Path]) -> list[tuple[str, bytes]]:
     return [(path.name, path.read_bytes()) for path in [*sources, *sorted(headers), version]]
 
 
-def _run(command: list[str], name: str) -> None:
+def run_compiler(arguments: Sequence[str], name: str) -> None:
+    """Run the C++ compiler: ``$CXX``, or g++.
+
+    Args:
+        arguments: its command line.
+        name: what is compiled, for messages.
+
+    Raises:
+        BackendError: there is no compiler.
+        BuildError: it fails; what it said is in the message.
+    """
+    command = [*_compiler(), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
     except FileNotFoundError as error:
@@ -178,6 +187,10 @@ def _run(command: list[str], name: str) -> None:
         raise BuildError(f"{name}: found {command[0]} running for {_COMPILE_SECONDS} s; needed less.") from error
     if done.returncode:
         raise BuildError(f"{name}: {command[0]} returned {done.returncode}. It said:\n{done.stderr.strip()}")
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "g++"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,18 +3,20 @@
 import ctypes
 import threading
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 from trtllm_replayssm.errors import BackendError, OpArgumentError
 from trtllm_replayssm.plugins import build
-from trtllm_replayssm.plugins.images import architecture_of
+from trtllm_replayssm.plugins.compile_image import architecture_of
 from trtllm_replayssm.plugins.specialize import LaunchShape, Role, Specialization
 
 # A kernel gets more dynamic shared memory than this only after asking for it (CUDA programming guide).
 _DEFAULT_SHARED_BYTES = 48 * 1024
-_MAX_GRID_Y = 65535
+MAX_ROWS = 65535
+"""As in ``kernels/common/protocol.h``: most rows of a step."""
 _thread = threading.local()
 
 
@@ -33,8 +35,9 @@ class LoadedKernel:
     code: Any
 
 
+@cache
 def load(specialization: Specialization, role: Role, device_index: int) -> LoadedKernel:
-    """Compile a kernel for a device, or take it from the cache, and load it.
+    """Compile a kernel for a device, or take it from the cache, and load it: once per process.
 
     Raises:
         UnsupportedError: no kernel runs on this device, or these constants do not fit it.
@@ -42,7 +45,7 @@ def load(specialization: Specialization, role: Role, device_index: int) -> Loade
         BuildError: NVRTC refuses the sources.
     """
     major, minor = torch.cuda.get_device_capability(device_index)
-    cubin = build.compile(specialization, role, architecture_of(10 * major + minor))
+    cubin = build.compile_kernel(specialization, role, architecture_of(10 * major + minor))
     shape = specialization.launch_shape(role)
     driver: Any = build.cuda_module("bindings.driver")
     core: Any = build.cuda_module("core")
@@ -58,28 +61,28 @@ def load(specialization: Specialization, role: Role, device_index: int) -> Loade
     return LoadedKernel(driver.CUfunction(int(kernel.handle)), shape, code)
 
 
-def launch(kernel: LoadedKernel, params: ctypes.Structure, n_rows: int, device: torch.device) -> None:
+def launch(kernel: LoadedKernel, params: ctypes.Structure, num_rows: int, device: torch.device) -> None:
     """Launch a kernel for all rows of a step on torch's current stream of a device; does not wait for it.
 
     Args:
         kernel: loaded on that device.
         params: its ``Params`` struct; copied by the driver before this returns.
-        n_rows: rows of the step, 1 to 65535.
+        num_rows: rows of the step, 1 to 65535.
         device: with an index.
 
     Raises:
         OpArgumentError: too many rows.
         BackendError: the driver refuses the launch.
     """
-    if n_rows > _MAX_GRID_Y:
-        raise OpArgumentError(f"{kernel.shape.symbol}: found {n_rows} rows of a step; needed at most {_MAX_GRID_Y}.")
+    if num_rows > MAX_ROWS:
+        raise OpArgumentError(f"{kernel.shape.symbol}: found {num_rows} rows of a step; needed at most {MAX_ROWS}.")
     driver: Any = build.cuda_module("bindings.driver")
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     with torch.cuda.device(device):
         _make_device_current(device.index)
         result = driver.cuLaunchKernel(
             kernel.function,
-            *(kernel.shape.grid_x, n_rows, 1),
+            *(kernel.shape.grid_x, num_rows, 1),
             *(kernel.shape.block_x, 1, 1),
             kernel.shape.dynamic_shared_bytes,
             driver.CUstream(torch.cuda.current_stream(device).cuda_stream),

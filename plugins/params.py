@@ -1,12 +1,15 @@
 """The kernels' only argument, as ctypes: field by field the structs of ``kernels/*/params.h``, and how to fill them.
 
-A test compiles the headers and compares sizes and offsets; the meaning of each field stands there.
+A test compiles the headers and compares sizes, offsets and constants; the meaning of each field stands there.
 """
 
 import ctypes
 from typing import Any
 
 from torch import Tensor
+
+LONGEST_STEP_WINDOW = 8
+"""As in ``kernels/causal_conv1d/params.h``: the convolution's step kernel runs windows up to this long."""
 
 
 def _fields(ctype: Any, names: str) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ Everything that the sources are compiled with (``-D``) and launched with is comp
 assert at compile time that their own layout needs the threads and the shared bytes that this table gives them.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 from trtllm_replayssm.contract import protocol
@@ -17,14 +17,15 @@ ROLES: tuple[Role, ...] = ("step", "prefill")
 
 CPP_TYPES = {"float32": "float", "float16": "replay::float16", "bfloat16": "replay::bfloat16"}
 _WARP = 32
-_VECTOR_BYTES = 16
+VECTOR_BYTES = 16
+"""The widest access of one thread."""
 # Lanes that share a state row: eight 16-byte loads are one 128-byte line, and a sum over them takes three shuffles.
 _MAX_LANES_PER_ROW = 8
-# fp32 values of the state that a thread holds in registers; with the rest of the kernel it stays below 128 registers,
-# so that four CTAs of 160 threads fit on an SM and keep more than 100 kB in flight.
+# fp32 values of the state that a thread holds in registers: with the rest of the kernel a step takes 111 registers and
+# a prefill 128, so that three thread blocks of 160 threads fit on an SM.
 _MAX_STATE_VALUES_PER_THREAD = 64
 _MIN_WARPS, _MAX_WARPS = 4, 16
-# The two buffers of the prefill scan: several CTAs per SM, and no opt-in above the 48 KiB that every device grants.
+# The two buffers of the prefill scan: several thread blocks per SM, and within the 48 KiB that need no opt-in.
 _PREFILL_BUFFER_BYTES = 48 * 1024
 _CHUNK_SIZES = (32, 16, 8, 4)
 # Elements (not bytes) between staged x rows beyond head_dim: rows then start in different shared-memory banks.
@@ -113,10 +114,10 @@ class Mamba2Specialization:
     @property
     def lanes_per_row(self) -> int:
         """Lanes of a warp that share one state row, each with 16-byte pieces of it."""
-        return min(_MAX_LANES_PER_ROW, self.d_state * DTYPE_BYTES[self.state_dtype] // _VECTOR_BYTES)
+        return min(_MAX_LANES_PER_ROW, self.d_state * DTYPE_BYTES[self.state_dtype] // VECTOR_BYTES)
 
     @property
-    def n_warps(self) -> int:
+    def num_warps(self) -> int:
         """Warps per thread block: the fewest, from four up, whose registers hold the head's state."""
         row_groups = self.head_dim * self.lanes_per_row // _WARP
         values = self.d_state // self.lanes_per_row
@@ -133,7 +134,7 @@ class Mamba2Specialization:
     def launch_shape(self, role: Role) -> LaunchShape:
         """Return how the kernel of a role is launched."""
         shared = self._step_shared_bytes() if role == "step" else self._prefill_shared_bytes(self.chunk_size)
-        return LaunchShape(f"replay_mamba2_{role}", self.n_heads, self.n_warps * _WARP, shared)
+        return LaunchShape(f"replay_mamba2_{role}", self.n_heads, self.num_warps * _WARP, shared)
 
     def defines(self, role: Role) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
@@ -198,7 +199,7 @@ class CausalConv1dSpecialization:
     @property
     def channels_per_thread(self) -> int:
         """Channels of a thread: as many as 16 bytes hold, halved until they divide conv_dim."""
-        channels = _VECTOR_BYTES // DTYPE_BYTES[self.activation_dtype]
+        channels = VECTOR_BYTES // DTYPE_BYTES[self.activation_dtype]
         while self.conv_dim % channels:
             channels //= 2
         return channels
@@ -222,6 +223,12 @@ class CausalConv1dSpecialization:
 
 
 Specialization = Mamba2Specialization | CausalConv1dSpecialization
+
+
+def constants_of(specialization: Specialization) -> str:
+    """Return a specialization as one line; the C++ plugins write the same line from their tensors and fields."""
+    pairs = asdict(specialization).items()
+    return " ".join([specialization.folder, *(f"{name}={value}" for name, value in pairs)])
 
 
 def _require_dtype(name: str, found: str, accepted: tuple[str, ...]) -> None:

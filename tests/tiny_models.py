@@ -101,7 +101,7 @@ def make_nemotron_h(
 
 
 @torch.no_grad()
-def randomise(model: torch.nn.Module, seed: int, *, tied: bool) -> None:
+def randomise(model: Any, seed: int, *, tied: bool) -> None:
     """Overwrite every parameter with a random value whose scale suits its role."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -130,7 +130,7 @@ def _random_like(name: str, parameter: torch.Tensor, generator: torch.Generator)
     if name.endswith("embeddings.weight"):
         return normal / 4
     gain = 4.0 if name == "lm_head.weight" else 1.5
-    return gain * normal / parameter.shape[-1] ** 0.5
+    return gain * normal / float(parameter.shape[-1] ** 0.5)
 
 
 def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -59,5 +59,8 @@ CAUSAL_CONV1D = {
 }
 """(device, activation type) -> bound; the ring holds copies, so its error is none."""
 
+LOGITS_FP32 = 2e-4
+"""A model's logits in fp32 against ``transformers``, absolute: both round the sums of every layer, in other orders."""
+
 TOOTH = 10.0
 """A fault that a test plants must exceed the bound by this factor, else the bound could not see it."""

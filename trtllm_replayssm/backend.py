@@ -1,13 +1,12 @@
 """TensorRT, whichever of its two kinds is installed: the only module that imports it.
 
-``tensorrt`` (10.14 or newer) and ``tensorrt_rtx`` (1.7 or newer) have one API as far as this package uses it.
-TensorRT-RTX installs from PyPI and builds engines on machines without a GPU.
+``tensorrt`` (10.14 or newer, below 12) and ``tensorrt_rtx`` (1.7 or newer, below 2) have one API as far as this package
+uses it. TensorRT-RTX installs from PyPI and builds engines on machines without a GPU.
 """
 
 import ctypes
 import importlib
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,21 +14,23 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from trtllm_replayssm.contract.manifest import BackendName
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS
-from trtllm_replayssm.errors import BackendError
+from trtllm_replayssm.errors import BackendError, BuildError
 from trtllm_replayssm.plugins import cache as build_cache
-from trtllm_replayssm.plugins.library import plugin_library
+from trtllm_replayssm.plugins.library import plugin_library, run_compiler
 
-BackendName = Literal["tensorrt", "tensorrt_rtx"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 _IMPORT_NAMES = {"tensorrt": ("tensorrt",), "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
 _OLDEST = {"tensorrt": (10, 14), "tensorrt_rtx": (1, 7)}
+# The next major version: its C++ classes may be laid out differently from those that the plugin library calls.
+_BELOW = {"tensorrt": 12, "tensorrt_rtx": 2}
 _INSTALL = {
-    "tensorrt": "pip install 'trtllm-replayssm[tensorrt]'",
-    "tensorrt_rtx": "pip install 'trtllm-replayssm[rtx]'",
+    "tensorrt": "pip install 'tensorrt-cu13>=10.14,<12'",
+    "tensorrt_rtx": "pip install 'tensorrt-rtx-cu13-libs>=1.7,<2' 'tensorrt-rtx-cu13-bindings>=1.7,<2'",
 }
 # How the builder begins its list of layers, a verbose message.
 _LAYER_REPORT = "Engine Layer Information:"
@@ -107,7 +108,7 @@ def load(name: BackendName | None = None) -> Backend:
         name: "tensorrt" or "tensorrt_rtx"; None takes the first that can be imported, in this order.
 
     Raises:
-        BackendError: neither is installed, the wanted one is not, or it is too old.
+        BackendError: neither is installed, the wanted one is not, or it is too old or too new.
     """
     if name is not None and name not in BACKENDS:
         raise BackendError(f"backend: found {name!r}; needed one of {', '.join(BACKENDS)}.")
@@ -138,9 +139,12 @@ def _is_usable(module: ModuleType) -> bool:
 def _prepare(name: BackendName, module: ModuleType) -> Backend:
     version = str(module.__version__)
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found < _OLDEST[name]:
+    if not _OLDEST[name] <= found < (_BELOW[name],):
         needed = ".".join(str(part) for part in _OLDEST[name])
-        raise BackendError(f"{name}: found version {version}; needed {needed} or newer. {_INSTALL[name]} --upgrade")
+        raise BackendError(
+            f"{name}: found version {version}; needed {needed} or newer, below {_BELOW[name]}. "
+            f"{_INSTALL[name]} --upgrade"
+        )
     if name == "tensorrt_rtx" and sys.platform == "linux":
         _provide_library_name()
     return Backend(name, version, module, _recording_logger(module))
@@ -194,18 +198,16 @@ def _provide_library_name() -> None:
         if not stub.exists():
             _compile_name(stub, library)
         ctypes.CDLL(str(stub), mode=ctypes.RTLD_GLOBAL)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, BackendError, BuildError) as error:
         _link_name(library, error)
 
 
 def _compile_name(stub: Path, library: Path) -> None:
     with build_cache.beside(stub) as path:
-        subprocess.run(
-            ["g++", "-shared", "-x", "c++", "/dev/null", "-o", str(path)]
+        run_compiler(
+            ["-shared", "-x", "c++", "/dev/null", "-o", str(path)]
             + ["-Wl,--no-as-needed", "-Wl,-soname,libtensorrt_rtx.so", "-x", "none", str(library)],
-            check=True,
-            capture_output=True,
-            timeout=120,
+            stub.name,
         )
 
 
@@ -215,8 +217,8 @@ def _link_name(library: Path, reason: Exception) -> None:
     except OSError as error:
         raise BackendError(
             f"{library}: found no libtensorrt_rtx.so beside it, which the ONNX parser opens; could neither compile a "
-            f"stand-in ({reason}) nor link the name ({error}). Install g++, or: ln -s {library.name} "
-            f"{library.parent / 'libtensorrt_rtx.so'}"
+            f"stand-in ({reason}) nor link the name ({error}). Install g++, or name a compiler with CXX, "
+            f"or: ln -s {library.name} {library.parent / 'libtensorrt_rtx.so'}"
         ) from error
 
 

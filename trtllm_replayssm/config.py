@@ -1,16 +1,35 @@
 """What a user sets: sampling, replay and speculation. Frozen; an unknown key is an error."""
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import Frozen, StateDtype
+from trtllm_replayssm.errors import ConfigError, validation_text
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
-class ReplayConfig(Frozen):
+class UserOptions(Frozen):
+    """Options as a user writes them: no value is converted to another type.
+
+    Raises:
+        ConfigError: every option that is unknown, of another type or out of range.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            is_unknown = any(problem["type"] == "extra_forbidden" for problem in error.errors())
+            known = f" Known are {', '.join(type(self).model_fields)}." if is_unknown else ""
+            raise ConfigError(f"{validation_text(error)}.{known}") from None
+
+
+class ReplayConfig(UserOptions):
     """How recurrent layers keep their state.
 
     Attributes:
@@ -20,12 +39,12 @@ class ReplayConfig(Frozen):
             speculation, a state snapshot is kept per window token. The torch executor alone has it.
     """
 
-    history: PositiveInt = 16
-    state_dtype: StateDtype = "float32"
+    history: PositiveInt = defaults.HISTORY
+    state_dtype: StateDtype = defaults.STATE_DTYPE
     enabled: bool = True
 
 
-class NGramDecodingConfig(Frozen):
+class NGramDecodingConfig(UserOptions):
     """Prompt-lookup drafts: continue the latest earlier occurrence of the sequence's last tokens.
 
     Attributes:
@@ -40,8 +59,10 @@ class NGramDecodingConfig(Frozen):
 SpeculativeConfig = NGramDecodingConfig
 
 
-class SamplingParams(Frozen):
+class SamplingParams(UserOptions):
     """How the tokens of one request are chosen and when it ends.
+
+    As in TensorRT-LLM, min_tokens, temperature, top_k, top_p, stop and stop_token_ids may be None, for the default.
 
     Attributes:
         max_tokens: most tokens to generate.
@@ -69,41 +90,27 @@ class SamplingParams(Frozen):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
-    @field_validator("stop", mode="before")
+    @field_validator("min_tokens", "temperature", "top_k", "top_p", "stop", "stop_token_ids", mode="before")
     @classmethod
-    def _one_or_more_strings(cls, value: object) -> object:
-        if value is None:
-            return ()
-        return (value,) if isinstance(value, str) else value
+    def _none_is_the_default(cls, value: object, info: ValidationInfo) -> object:
+        return cls.model_fields[str(info.field_name)].default if value is None else value
+
+    @field_validator("stop", "stop_token_ids", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
 
     @field_validator("stop")
     @classmethod
     def _no_empty_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
-            raise ValueError("stop: found an empty string; it would end every request at once")
+            raise ValueError("found an empty string; it would end every request at once")
         return value
-
-    @field_validator("stop_token_ids", mode="before")
-    @classmethod
-    def _none_is_empty(cls, value: object) -> object:
-        return () if value is None else value
 
     @model_validator(mode="after")
     def _min_at_most_max(self) -> Self:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: found {self.min_tokens}; needed at most max_tokens ({self.max_tokens})")
         return self
-
-
-def max_draft_len(speculative: SpeculativeConfig | None) -> int:
-    """Return the most draft tokens of a step; 0 without speculation."""
-    return 0 if speculative is None else speculative.max_draft_len
-
-
-def check_replay(replay: ReplayConfig, speculative: SpeculativeConfig | None) -> None:
-    """Refuse a history shorter than the speculative window.
-
-    Raises:
-        ConfigError: history < 1 + max_draft_len.
-    """
-    protocol.check_history(replay.history, max_draft_len(speculative))

@@ -4,6 +4,12 @@ Every message says what was wrong, what was found and what is needed. A user's m
 ``ReplaySSMError``; the command line prints it without a traceback and exits with 2.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
 
 class ReplaySSMError(Exception):
     """Base of all errors that a user can cause or mend.
@@ -74,3 +80,20 @@ class CapacityError(ReplaySSMError, ValueError):
     """Slots, cache or device memory do not suffice."""
 
     code = "R002"
+
+
+def validation_text(error: "ValidationError") -> str:
+    """Write every problem that pydantic found as ``name: found x; needed y``, in one line without a final full stop."""
+    return "; ".join(map(_problem_text, error.errors()))
+
+
+def _problem_text(problem: "ErrorDetails") -> str:
+    where = ".".join(map(str, problem["loc"])) + ": " if problem["loc"] else ""
+    if problem["type"] == "value_error":  # raised by a check of ours, which says what was found
+        cause = problem["ctx"]["error"]
+        return where + (cause.message if isinstance(cause, ReplaySSMError) else str(cause)).rstrip(".")
+    if problem["type"] == "extra_forbidden":
+        return f"{where}unknown key"
+    if problem["type"] == "missing":
+        return f"{where}found nothing; needed a value"
+    return f"{where}found {problem['input']!r}; {problem['msg'].replace('Input should be', 'needed')}"

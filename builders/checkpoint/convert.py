@@ -1,8 +1,6 @@
 """Hugging Face folder -> rank checkpoint, tensor by tensor."""
 
-import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,27 +9,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from trtllm_replayssm.builders.checkpoint import rank_checkpoint
+from trtllm_replayssm.builders.checkpoint.companions import copy_companions
 from trtllm_replayssm.builders.checkpoint.model_folder import folder_kind
-from trtllm_replayssm.builders.checkpoint.safetensors_writer import spec_bytes, write_safetensors
+from trtllm_replayssm.builders.checkpoint.safetensors_writer import write_safetensors
 from trtllm_replayssm.builders.checkpoint.source import CheckpointSource, open_source
 from trtllm_replayssm.builders.checkpoint.staging import check_output, staged_folder
-from trtllm_replayssm.contract.manifest import CONFIG_FILE, WEIGHTS_FILE
+from trtllm_replayssm.contract.manifest import WEIGHTS_FILE
+from trtllm_replayssm.contract.memory import tensor_bytes
 from trtllm_replayssm.errors import CapacityError, CheckpointError, UnsupportedError
-
-# What a tokenizer and a chat template consist of; copied as they are, where present.
-COMPANION_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)
@@ -83,7 +68,7 @@ def convert(
         output_dir: folder to write, new or empty. It appears whole, or not at all.
         dtype: type of the weights; "auto" takes the config's.
         tp_size: ranks to split the model over.
-        progress: show a bar on stderr.
+        progress: show a bar, where standard error is a terminal.
         report: called with the accounts once the folder is in place.
 
     Returns:
@@ -106,9 +91,8 @@ def convert(
         _check_room(staging, source)
         with _bar(source, shown=progress) as advance:
             written = write_safetensors(staging / WEIGHTS_FILE, source.specs, source.tensors(), advance)
-        companions = _copy_companions(model_dir, staging)
-        text = json.dumps(rank_checkpoint.make_config(source.geometry), indent=2)
-        (staging / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        companions = copy_companions(model_dir, staging)
+        rank_checkpoint.write_config(staging, source.geometry)
     if report is not None:
         report(_balance(source, written, companions))
     return output_dir
@@ -130,20 +114,16 @@ def _balance(source: CheckpointSource, written_bytes: int, companions: tuple[str
 
 
 def _check_room(folder: Path, source: CheckpointSource) -> None:
-    needed, free = sum(map(spec_bytes, source.specs)), shutil.disk_usage(folder).free
+    needed, free = sum(map(tensor_bytes, source.specs)), shutil.disk_usage(folder).free
     if needed > free:
-        raise CapacityError(f"{folder.parent}: found {free:,} bytes free; needed {needed:,} for the weights.")
-
-
-def _copy_companions(model_dir: Path, staging: Path) -> tuple[str, ...]:
-    present = tuple(name for name in COMPANION_FILES if (model_dir / name).is_file())
-    for name in present:
-        shutil.copyfile(model_dir / name, staging / name)
-    return present
+        raise CapacityError(
+            f"{folder.parent}: found {free:,} bytes free; needed {needed:,} for the weights. Name another output_dir, "
+            "or remove something."
+        )
 
 
 @contextmanager
 def _bar(source: CheckpointSource, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    total = sum(map(spec_bytes, source.specs))
-    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=not shown, file=sys.stderr) as bar:
+    total = sum(map(tensor_bytes, source.specs))
+    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None if shown else True) as bar:
         yield bar.update

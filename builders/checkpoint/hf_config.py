@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from trtllm_replayssm.builders.checkpoint import hf_keys
 from trtllm_replayssm.contract.geometry import (
+    LAYER_LETTERS,
     ActivationDtype,
     AttentionGeometry,
     LayerType,
@@ -21,7 +22,7 @@ MODEL_TYPE = "nemotron_h"
 ARCHITECTURE = "NemotronHForCausalLM"
 DTYPES: tuple[str, ...] = get_args(ActivationDtype)
 
-_LETTERS = {"M": LayerType.MAMBA2, "*": LayerType.ATTENTION, "-": LayerType.MLP}
+_LETTERS = {letter: layer for layer, letter in LAYER_LETTERS.items()}
 _BLOCK_TYPES = {
     "linear_attention": LayerType.MAMBA2,
     "mamba": LayerType.MAMBA2,
@@ -45,28 +46,15 @@ class HfConfig:
     use_conv_bias: bool
 
 
-def read_geometry(source: Path | Mapping[str, Any], dtype: str | None = None) -> ModelGeometry:
-    """Read the geometry of a Hugging Face model from its config alone.
-
-    Args:
-        source: the folder, its config.json, or the parsed config.
-        dtype: activation and weight type; None or "auto" takes the config's.
+def read_hf_config(folder: Path, dtype: str | None = None) -> HfConfig:
+    """Read the config.json of a folder, and its generation_config.json where there is one, as ``parse_hf_config``.
 
     Raises:
         CheckpointError: there is no readable config.json.
-        ConfigError: unknown, missing or contradictory keys; every problem is listed.
-        UnsupportedError: a well-formed model that this version does not run.
     """
-    return read_hf_config(source, dtype).geometry
-
-
-def read_hf_config(source: Path | Mapping[str, Any], dtype: str | None = None) -> HfConfig:
-    """Read a config like ``read_geometry``, with what the weights' conversion needs besides."""
-    if isinstance(source, Mapping):
-        return _read(source, {}, dtype)
-    path = source if source.is_file() else source / "config.json"
-    generation = path.with_name("generation_config.json")
-    return _read(read_json(path), read_json(generation) if generation.is_file() else {}, dtype)
+    generation = folder / "generation_config.json"
+    generated = read_json(generation) if generation.is_file() else {}
+    return parse_hf_config(read_json(folder / "config.json"), generated, dtype)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -123,14 +111,6 @@ class _Reader:
         self.problems.append(f"{self.label(name)}: found {value!r}; needed true or false")
         return default
 
-    def token_id(self, name: str, vocab_size: int) -> int | None:
-        """Return a token id below the vocabulary's size, or None when there is none."""
-        value = self.value(name)
-        if value is None or (isinstance(value, int) and 0 <= value < vocab_size):
-            return value
-        self.problems.append(f"{name}: found {value!r}; needed a token id below vocab_size ({vocab_size})")
-        return None
-
     def label(self, name: str) -> str:
         """Return the spelling that the file uses, or the usual one."""
         spellings = hf_keys.SPELLINGS[name]
@@ -149,7 +129,18 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else repr(value)
 
 
-def _read(config: Mapping[str, Any], generation: Mapping[str, Any], dtype: str | None) -> HfConfig:
+def parse_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any], dtype: str | None = None) -> HfConfig:
+    """Turn a parsed config into a geometry.
+
+    Args:
+        config: of config.json.
+        generation: of generation_config.json; empty without one.
+        dtype: activation and weight type; None or "auto" takes the config's.
+
+    Raises:
+        ConfigError: unknown, missing or contradictory keys; every problem is listed.
+        UnsupportedError: a well-formed model that this version does not run.
+    """
     _check_model_type(config)
     reader = _Reader(config)
     _check_keys(reader)
@@ -168,8 +159,6 @@ def _read(config: Mapping[str, Any], generation: Mapping[str, Any], dtype: str |
         "attention": _attention(reader) if LayerType.ATTENTION in layers else None,
         "mlp": MlpGeometry(d_ff=reader.positive("d_ff"), activation="relu2") if LayerType.MLP in layers else None,
         "eos_token_ids": _end_tokens(reader, generation, vocab_size),
-        "bos_token_id": reader.token_id("bos_token_id", vocab_size),
-        "pad_token_id": reader.token_id("pad_token_id", vocab_size),
     }
     use_conv_bias = reader.flag("use_conv_bias", True)
     reader.raise_if_any()

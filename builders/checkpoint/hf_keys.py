@@ -28,9 +28,7 @@ SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "n_kv_heads": ("num_key_value_heads",),
     "attention_head_dim": ("head_dim", "attention_head_dim"),
     "d_ff": ("intermediate_size",),
-    "bos_token_id": ("bos_token_id",),
     "eos_token_id": ("eos_token_id",),
-    "pad_token_id": ("pad_token_id",),
 }
 
 # Settings that this version has one form of: (values that mean that form, what it is).
@@ -60,6 +58,7 @@ _API = "a switch of the transformers library's own interface"
 _EXPERTS = "describes expert layers, of which this model has none"
 _MTP = "describes the multi-token prediction head, which is not run"
 _NO_POSITIONS = "the attention of this architecture has no positional encoding"
+_TOKENIZER = "the tokenizer's own template begins a text; rows of a batch are not padded"
 _BOOKKEEPING = "names who wrote the file, and how to load it there"
 
 IGNORED: Final[dict[str, str]] = {
@@ -73,6 +72,7 @@ IGNORED: Final[dict[str, str]] = {
     **dict.fromkeys(("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"), _INITIALISATION),
     **dict.fromkeys(("expand", "mamba_expand"), "d_inner is mamba_num_heads * mamba_head_dim"),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), "tokens per block of a prompt's scan; the result is the same"),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), _TOKENIZER),
     "mamba_ssm_cache_dtype": "the state's type is the user's choice (ReplayConfig.state_dtype)",
     **dict.fromkeys(("use_cache", "num_logits_to_keep", "use_mamba_kernels", "output_router_logits"), _API),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict", "use_return_dict"), _API),

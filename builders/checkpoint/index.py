@@ -8,13 +8,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trtllm_replayssm.contract.geometry import DTYPE_BYTES
+from trtllm_replayssm.contract.safetensors_header import DTYPE_NAMES
 from trtllm_replayssm.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 # safetensors' names of the types that can be converted, with their bytes.
-SOURCE_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+SOURCE_DTYPE_BYTES = {stored: DTYPE_BYTES[name] for name, stored in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ def _read_shards(folder: Path) -> dict[str, SourceTensor]:
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise CheckpointError(
-            f"{folder / INDEX_FILE}: {len(absent)} of its {len(files)} shards are missing ({', '.join(absent[:5])}). "
-            "Download them again."
+            f"{folder / INDEX_FILE}: found {len(files) - len(absent)} of its {len(files)} shards; needed "
+            f"{', '.join(absent[:5])}{', ...' if absent[5:] else ''} as well. Download the missing shards."
         )
     index: dict[str, SourceTensor] = {}
     for name in files:
@@ -100,8 +102,8 @@ def _read_shards(folder: Path) -> dict[str, SourceTensor]:
         different = sorted(listed.symmetric_difference(stored))
         if different:
             raise CheckpointError(
-                f"{folder / name}: its tensors differ from those that {INDEX_FILE} lists ({', '.join(different[:5])}). "
-                "The files are of different models or versions."
+                f"{folder / name}: found other tensors than {INDEX_FILE} lists for it ({', '.join(different[:5])}); "
+                "needed the files of one model and version. Download the folder again."
             )
         index.update(stored)
     return index
@@ -113,10 +115,12 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: found no readable weight_map ({error!r}). Download it again.") from error
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: found an empty weight_map. Download it again.")
+        raise CheckpointError(f"{path}: found an empty weight_map; needed tensor -> shard. Download it again.")
     for file in set(weight_map.values()):
         if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{path}: found shard {file!r}; needed the name of a file in the same folder.")
+            raise CheckpointError(
+                f"{path}: found shard {file!r}; needed the name of a file in the same folder. Download it again."
+            )
     return weight_map
 
 

@@ -1,5 +1,6 @@
 """One door to every kind of model folder: Hugging Face, rank checkpoint, engine."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,7 +68,7 @@ def open_model_folder(folder: Path | str, dtype: str | None = None) -> ModelFold
         return ModelFolder(path, kind, _with_dtype(rank_checkpoint.read_config(path), dtype))
     if index.has_weights(path):
         return ModelFolder(path, kind, source.open_source(path, dtype).geometry)
-    return ModelFolder(path, kind, hf_config.read_geometry(path, dtype))
+    return ModelFolder(path, kind, hf_config.read_hf_config(path, dtype).geometry)
 
 
 def folder_kind(folder: Path) -> FolderKind:
@@ -78,7 +79,7 @@ def folder_kind(folder: Path) -> FolderKind:
     """
     kinds = "needed a Hugging Face folder, a rank checkpoint or an engine folder"
     if not folder.exists():
-        raise CheckpointError(f"{folder}: found nothing there; {kinds}. Check the path.")
+        raise CheckpointError(f"{folder}: found nothing there; {kinds}. Check the path.{_hub_hint(folder)}")
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: found a file; {kinds}.")
     if not any((folder / name).is_file() for name in (MANIFEST_FILE, "config.json")):
@@ -86,6 +87,15 @@ def folder_kind(folder: Path) -> FolderKind:
     if (folder / MANIFEST_FILE).is_file():
         return "engine"
     return "rank_checkpoint" if rank_checkpoint.is_rank_checkpoint(folder) else "huggingface"
+
+
+def _hub_hint(folder: Path) -> str:
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)):
+        return ""
+    return (
+        f" If it is a name on the Hugging Face hub: nothing is downloaded from there. Run `hf download {folder} "
+        f"--local-dir DIR`, then name DIR."
+    )
 
 
 def _with_dtype(geometry: ModelGeometry, dtype: str | None) -> ModelGeometry:

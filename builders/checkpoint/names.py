@@ -13,6 +13,7 @@ from trtllm_replayssm.builders.checkpoint.index import SOURCE_DTYPE_BYTES, Sourc
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
 from trtllm_replayssm.errors import CheckpointError
+from trtllm_replayssm.ops.dtypes import torch_dtype
 
 EMBEDDING = "embeddings.weight"
 OUTPUT_MATRIX = "lm_head.weight"
@@ -66,7 +67,7 @@ def cast(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: |value| is above the type's largest.
     """
-    converted = values.to(getattr(torch, dtype))
+    converted = values.to(torch_dtype(dtype))
     # float16 alone has a smaller range than the types that are read.
     if dtype == "float16" and values.dtype != torch.float16 and values.numel():
         largest, limit = float(values.abs().max()), torch.finfo(torch.float16).max

@@ -1,5 +1,6 @@
 """Rank checkpoints: ``config.json`` with TensorRT-LLM 1.2's keys, and one flat ``rank{i}.safetensors`` per rank."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from trtllm_replayssm.builders.checkpoint.names import cast
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.manifest import CONFIG_FILE, WEIGHTS_FILE
 from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
-from trtllm_replayssm.errors import CheckpointError, UnsupportedError
+from trtllm_replayssm.errors import CheckpointError, UnsupportedError, validation_text
 
 # Our key beside TensorRT-LLM's; the geometry under it is what is read back.
 OWN_KEY = "trtllm_replayssm"
@@ -53,6 +54,11 @@ def make_config(geometry: ModelGeometry) -> dict[str, Any]:
     return keys | {OWN_KEY: {"schema": SCHEMA, "geometry": geometry.model_dump(mode="json")}}
 
 
+def write_config(folder: Path, geometry: ModelGeometry) -> None:
+    """Write the ``config.json`` of a rank checkpoint or an engine of this geometry."""
+    (folder / CONFIG_FILE).write_text(json.dumps(make_config(geometry), indent=2) + "\n", encoding="utf-8")
+
+
 def is_rank_checkpoint(folder: Path) -> bool:
     """Say whether a folder's config.json is a rank checkpoint's; its weights may be absent."""
     path = folder / CONFIG_FILE
@@ -60,16 +66,13 @@ def is_rank_checkpoint(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> ModelGeometry:
-    """Read and check the config of a rank checkpoint.
-
-    Args:
-        folder: the rank checkpoint, or its config.json.
+    """Read and check the config of a rank checkpoint or an engine folder.
 
     Raises:
         CheckpointError: no rank checkpoint, an invalid geometry, or keys that contradict it.
         UnsupportedError: written by a newer version, or for several ranks.
     """
-    path = folder if folder.is_file() else folder / CONFIG_FILE
+    path = folder / CONFIG_FILE
     config = read_json(path)
     own = config.get(OWN_KEY)
     if not isinstance(own, dict):
@@ -77,12 +80,16 @@ def read_config(folder: Path) -> ModelGeometry:
     if own.get("schema") != SCHEMA:
         raise UnsupportedError(f"{path}: found schema {own.get('schema')!r}; needed {SCHEMA}. Convert the model anew.")
     if config.get("mapping") != {"world_size": 1, "tp_size": 1, "pp_size": 1}:
-        raise UnsupportedError(f"{path}: found mapping {config.get('mapping')}; this version runs one rank.")
+        raise UnsupportedError(
+            f"{path}: found mapping {config.get('mapping')}; needed one rank, since this version runs one rank. "
+            "Convert the model with --tp_size 1."
+        )
     try:
         geometry = ModelGeometry.model_validate(own.get("geometry"))
     except ValidationError as error:
-        lines = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{path}: found an invalid geometry ({lines}). Convert the model anew.") from error
+        raise CheckpointError(
+            f"{path}: found an invalid geometry ({validation_text(error)}). Convert the model anew."
+        ) from error
     _check_keys_agree(path, config, make_config(geometry))
     return geometry
 
@@ -93,7 +100,10 @@ def _check_keys_agree(path: Path, found: Mapping[str, Any], needed: Mapping[str,
     unknown = sorted(found.keys() - needed.keys())
     if different or unknown:
         parts = different + [f"unknown key {key}" for key in unknown]
-        raise CheckpointError(f"{path}: contradicts its own geometry ({'; '.join(parts)}). Convert the model anew.")
+        raise CheckpointError(
+            f"{path}: found keys that contradict its own geometry ({'; '.join(parts)}); needed those that convert "
+            "wrote. Convert the model anew."
+        )
 
 
 def has_weights(folder: Path) -> bool:
@@ -101,16 +111,14 @@ def has_weights(folder: Path) -> bool:
     return (folder / WEIGHTS_FILE).is_file()
 
 
-def load_weights(
-    folder: Path, geometry: ModelGeometry, device: torch.device | str = "cpu", dtype: str | None = None
-) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path, geometry: ModelGeometry, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Load rank 0's weights; on the CPU they are mapped from the file, not copied.
 
     Args:
         folder: rank checkpoint or engine folder.
-        geometry: the model; it decides which tensors and shapes are needed.
+        geometry: the model; it decides which tensors, shapes and types are needed. The fp32 constants of the
+            recurrence stay fp32.
         device: where to load.
-        dtype: activation type; None takes the geometry's. fp32 constants of the recurrence stay fp32.
 
     Returns:
         Name -> tensor, in the order of ``weight_specs``.
@@ -119,7 +127,7 @@ def load_weights(
         CheckpointError: the file is absent or damaged, or its tensors are not those of the model.
     """
     path = folder / WEIGHTS_FILE
-    specs = weight_specs(geometry if dtype is None else geometry.model_copy(update={"dtype": dtype}))
+    specs = weight_specs(geometry)
     if not path.is_file():
         raise CheckpointError(f"{path}: found nothing; needed the weights. Name the rank checkpoint they are in.")
     try:
@@ -142,4 +150,7 @@ def _check_complete(path: Path, specs: tuple[TensorSpec, ...], found: Mapping[st
     ]
     if problems:
         more = f", and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{path}: {', '.join(problems[:10])}{more}. The files are of different models.")
+        raise CheckpointError(
+            f"{path}: found tensors that are not those of config.json: {', '.join(problems[:10])}{more}; needed the "
+            "weights of that very model. Convert the model anew."
+        )

@@ -3,21 +3,16 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from pathlib import Path
 
 import torch
 
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES
+from trtllm_replayssm.contract.memory import tensor_bytes
+from trtllm_replayssm.contract.safetensors_header import DTYPE_NAMES, LENGTH_BYTES
 from trtllm_replayssm.contract.tensors import TensorSpec
 
-_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ALIGNMENT = 8
-
-
-def spec_bytes(spec: TensorSpec) -> int:
-    """Return the bytes of a tensor whose shape has no symbols."""
-    return prod(int(size) for size in spec.shape) * DTYPE_BYTES[spec.dtype]
 
 
 def write_safetensors(
@@ -62,12 +57,12 @@ def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int], int]:
     offsets: dict[str, int] = {}
     end = 0
     for spec in sorted(specs, key=lambda spec: -DTYPE_BYTES[spec.dtype]):
-        offsets[spec.name], end = end, end + spec_bytes(spec)
+        offsets[spec.name], end = end, end + tensor_bytes(spec)
         entries[spec.name] = {
-            "dtype": _NAMES[spec.dtype],
+            "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [offsets[spec.name], end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, offsets, end
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, offsets, end

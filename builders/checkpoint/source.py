@@ -1,5 +1,6 @@
 """A Hugging Face folder as a stream of rank checkpoint tensors: written by ``convert``, or loaded directly."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from trtllm_replayssm.builders.checkpoint.names import EMBEDDING, OUTPUT_MATRIX,
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
 from trtllm_replayssm.errors import CheckpointError
+
+_logger = logging.getLogger(__name__)
 
 # Rows compared at a time when two matrices may be one: a few megabytes.
 _COMPARED_ROWS = 1024
@@ -71,7 +74,7 @@ def open_source(folder: Path, dtype: str | None = None) -> CheckpointSource:
 
 
 def stream_weights(folder: Path, geometry: ModelGeometry) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the rank checkpoint's tensors of a Hugging Face folder without writing one.
+    """Yield the rank checkpoint's tensors of a Hugging Face folder without writing one; its notes are logged.
 
     Args:
         folder: the Hugging Face folder.
@@ -82,7 +85,11 @@ def stream_weights(folder: Path, geometry: ModelGeometry) -> Iterator[tuple[str,
     """
     source = open_source(folder, geometry.dtype)
     if weight_specs(source.geometry) != weight_specs(geometry):
-        raise CheckpointError(f"{folder}: its tensors are not those of the given geometry. Open the folder anew.")
+        raise CheckpointError(
+            f"{folder}: found tensors of another geometry; needed those it was opened with. Open the folder anew."
+        )
+    for note in source.notes:
+        _logger.warning("%s: %s", folder, note)
     return source.tensors()
 
 

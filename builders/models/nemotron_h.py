@@ -15,6 +15,7 @@ from trtllm_replayssm.builders.layers.mlp import Mlp
 from trtllm_replayssm.builders.layers.norm import RMSNorm
 from trtllm_replayssm.builders.layers.step import Step, attention_mask
 from trtllm_replayssm.contract.geometry import LayerType, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.ops.dtypes import torch_dtype
 
 
 class Layer(nn.Module):
@@ -52,7 +53,7 @@ class NemotronH(nn.Module):
         super().__init__()
         self.geometry = geometry
         self.replay = replay
-        dtype = getattr(torch, geometry.dtype)
+        dtype = torch_dtype(geometry.dtype)
         self.embedding = Embedding(geometry.vocab_size, geometry.d_model, dtype)
         mixers = [_mixer(kind, geometry, replay, dtype, conventional) for kind in geometry.layer_types]
         self.layers = nn.ModuleList(Layer(mixer, geometry, dtype) for mixer in mixers)

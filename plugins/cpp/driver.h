@@ -2,6 +2,8 @@
 // Engines are built on machines without a driver, so nothing here may be touched before a kernel is.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "NvInferRuntime.h"

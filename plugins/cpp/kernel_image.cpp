@@ -12,6 +12,7 @@ namespace replayssm {
 namespace {
 
 constexpr char kMagic[8] = {'R', 'S', 'S', 'M', 'K', 'I', 'M', 'G'};
+constexpr std::size_t kConstantsBytes = 256;
 constexpr std::size_t kRoleBytes = 32;
 constexpr std::size_t kSymbolBytes = 64;
 constexpr int32_t kMaxThreadsPerBlock = 1024;
@@ -20,6 +21,7 @@ struct Header {
   char magic[8];
   uint32_t version;
   uint32_t entry_count;
+  char constants[kConstantsBytes];
 };
 
 struct Record {
@@ -35,7 +37,7 @@ struct Record {
   uint64_t cubin_bytes;
 };
 
-static_assert(sizeof(Header) == 16, "plugins/kernel_image.py packs the header in 16 bytes");
+static_assert(sizeof(Header) == 272, "plugins/kernel_image.py packs the header in 272 bytes");
 static_assert(sizeof(Record) == 136, "plugins/kernel_image.py packs an entry in 136 bytes");
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the kernel image is little-endian and is read in place"
@@ -128,6 +130,7 @@ bool KernelImage::parse(std::string& error) {
     error = concat("found ", header.entry_count, " entries in ", bytes_.size(), " bytes; needed 1 or more, all inside");
     return false;
   }
+  constants_ = padded_text(header.constants);
   const std::size_t table_end = sizeof(Header) + sizeof(Record) * header.entry_count;
   std::set<std::tuple<std::string, int32_t, bool>> seen;
   for (uint32_t index = 0; index < header.entry_count; ++index) {

@@ -9,7 +9,7 @@
 
 namespace replayssm {
 
-constexpr uint32_t kKernelImageVersion = 1;
+constexpr uint32_t kKernelImageVersion = 2;
 
 // One launchable kernel for one architecture.
 struct KernelEntry {
@@ -33,6 +33,9 @@ class KernelImage {
   // The kernel of a role for a device: an exact one first, then the nearest earlier minor. Null when there is none.
   const KernelEntry* find(const char* role, int32_t compute_capability) const;
 
+  // What the kernels were compiled for, in one line.
+  const std::string& constants() const { return constants_; }
+
   // The capabilities that the image was compiled for, as "8.0, 9.0".
   std::string capabilities() const;
 
@@ -43,6 +46,7 @@ class KernelImage {
   bool parse(std::string& error);
 
   std::vector<unsigned char> bytes_;
+  std::string constants_;
   std::vector<KernelEntry> entries_;
 };
 

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "../kernels/common/protocol.h"
 #include "log.h"
 
 namespace replayssm {
@@ -11,7 +12,6 @@ namespace {
 
 constexpr int kMaxDynamicSharedBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kSharedBytesWithoutAsking = 48 * 1024;  // more must be asked for by the attribute above
-constexpr int64_t kMaxGridY = 65535;
 
 struct Kernel {
   const KernelEntry* entry = nullptr;
@@ -132,7 +132,7 @@ std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image) {
 
 std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const char* role, int64_t rows,
                           KernelArgument& argument, cudaStream_t stream) {
-  if (rows > kMaxGridY) return concat("found ", rows, " rows; needed at most ", kMaxGridY);
+  if (rows > replay::MAX_ROWS) return concat("found ", rows, " rows; needed at most ", replay::MAX_ROWS);
   std::string fault;
   const Driver* driver = Driver::get(fault);
   if (driver == nullptr) return fault;

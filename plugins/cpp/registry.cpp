@@ -79,11 +79,10 @@ REPLAYSSM_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& 
 // For IPluginRegistry::loadLibrary.
 REPLAYSSM_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { replayssm::set_logger_finder(finder); }
 
-#define REPLAYSSM_TEXT_OF(value) #value
-#define REPLAYSSM_TEXT(value) REPLAYSSM_TEXT_OF(value)
-
 // What this library was built as; for a host that wants to print it.
 REPLAYSSM_EXPORT const char* trtllm_replayssm_plugin_version() {
-  return "plugins 1, kernel image 1, TensorRT headers " REPLAYSSM_TEXT(NV_TENSORRT_MAJOR) "." REPLAYSSM_TEXT(
-      NV_TENSORRT_MINOR) "." REPLAYSSM_TEXT(NV_TENSORRT_PATCH);
+  static const auto& text = *new std::string(
+      replayssm::concat("plugins ", replayssm::kVersion, ", kernel image ", replayssm::kKernelImageVersion,
+                        ", TensorRT headers ", NV_TENSORRT_MAJOR, ".", NV_TENSORRT_MINOR, ".", NV_TENSORRT_PATCH));
+  return text.c_str();
 }

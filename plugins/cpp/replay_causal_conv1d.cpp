@@ -20,10 +20,6 @@ enum Input : int32_t { kX, kWeight, kBias, kConvRing, kPastLengths, kNumTokens, 
 enum Output : int32_t { kY, kConvRingOut };
 enum Field : std::size_t { kActivation };
 
-// This plugin does not know max_draft_len. Both kernels are right for every window; the step kernel is the faster one
-// for windows of decoding and verification, which hold at most 1 + 7 tokens.
-constexpr int64_t kLongestStepWindow = 8;
-
 std::string field_fault(const IntFields& fields) {
   const int32_t activation = fields[kActivation];
   if (activation == 0 || activation == 1) return "";
@@ -31,8 +27,8 @@ std::string field_fault(const IntFields& fields) {
 }
 
 std::string dimension_fault(const Dimensions& dimensions, const IntFields&) {
-  if (dimensions.knows('K') && dimensions['K'] < 1) return "weight: found no taps; needed 1 or more";
-  if (!dimensions.knows('K') || !dimensions.knows('R')) return "";
+  if (dimensions.knows("K") && dimensions['K'] < 1) return "weight: found no taps; needed 1 or more";
+  if (!dimensions.knows("KR")) return "";
   // d_conv - 1 rows before the window and one token of it; a window of T tokens needs d_conv - 1 + T rows for its
   // rejected tokens to leave the history whole, which is the builder's to give.
   if (dimensions['R'] >= dimensions['K']) return "";
@@ -40,8 +36,14 @@ std::string dimension_fault(const Dimensions& dimensions, const IntFields&) {
                 dimensions['K'], " (d_conv - 1 + 1 + max_draft_len)");
 }
 
+std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions, const IntFields&) {
+  if (!dimensions.knows("DK")) return "";
+  return concat("causal_conv1d conv_dim=", dimensions['D'], " d_conv=", dimensions['K'],
+                " activation_dtype=", type_text(inputs[kX].type));
+}
+
 const char* role(int64_t window_tokens, const IntFields&) {
-  return window_tokens <= kLongestStepWindow ? "step" : "prefill";
+  return window_tokens <= LONGEST_STEP_WINDOW ? "step" : "prefill";
 }
 
 void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields& fields, KernelArgument& argument) {
@@ -80,6 +82,7 @@ const PluginDefinition& causal_conv1d_definition() {
       {"activation"},
       field_fault,
       dimension_fault,
+      constants,
       role,
       pack};
   return definition;

@@ -9,6 +9,7 @@
 //   fields   history, max_draft_len; kernels
 //
 // The tables in Python: trtllm_replayssm/contract/plugin_io.py.
+#include "../kernels/common/protocol.h"
 #include "../kernels/mamba2/params.h"
 #include "definitions.h"
 #include "log.h"
@@ -37,17 +38,25 @@ std::string field_fault(const IntFields& fields) {
 
 std::string dimension_fault(const Dimensions& dimensions, const IntFields& fields) {
   const int64_t rows = fields[kHistory] + window_length(fields);
-  if (dimensions.knows('R') && dimensions['R'] < rows) {
+  if (dimensions.knows("R") && dimensions['R'] < rows) {
     return concat("x_ring: found ", dimensions['R'], " rows with history = ", fields[kHistory], " and max_draft_len = ",
                   fields[kMaxDraftLen], "; needed at least ", rows, " (history + 1 + max_draft_len)");
   }
-  if (!dimensions.knows('H') || !dimensions.knows('G')) return "";
+  if (!dimensions.knows("HG")) return "";
   if (dimensions['G'] >= 1 && dimensions['H'] % dimensions['G'] == 0) return "";
   return concat("B: found ", dimensions['G'], " groups with ", dimensions['H'], " heads; needed heads in equal groups");
 }
 
+std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions, const IntFields& fields) {
+  if (!dimensions.knows("HPNG")) return "";
+  return concat("mamba2 n_heads=", dimensions['H'], " head_dim=", dimensions['P'], " d_state=", dimensions['N'],
+                " n_groups=", dimensions['G'], " history=", fields[kHistory], " max_draft_len=", fields[kMaxDraftLen],
+                " activation_dtype=", type_text(inputs[kX].type), " state_dtype=", type_text(inputs[kSsmState].type),
+                " dt_dtype=", type_text(inputs[kDt].type));
+}
+
 const char* role(int64_t window_tokens, const IntFields& fields) {
-  return window_tokens <= window_length(fields) ? "step" : "prefill";
+  return replay::is_prefill(window_tokens, fields[kMaxDraftLen]) ? "prefill" : "step";
 }
 
 void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&, KernelArgument& argument) {
@@ -115,6 +124,7 @@ const PluginDefinition& mamba2_definition() {
       {"history", "max_draft_len"},
       field_fault,
       dimension_fault,
+      constants,
       role,
       pack};
   return definition;

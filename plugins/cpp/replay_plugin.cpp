@@ -103,28 +103,31 @@ bool ReplayPlugin::check(const PluginTensorDesc* inputs, int32_t input_count, co
   return error.empty();
 }
 
+// All that can be said before addresses are known: the tensors, and that the kernels were compiled for them.
+int32_t ReplayPlugin::check_shapes(const PluginTensorDesc* inputs, int32_t input_count,
+                                   const PluginTensorDesc* outputs, int32_t output_count) const {
+  Dimensions dimensions;
+  std::string error;
+  if (!check(inputs, input_count, outputs, output_count, dimensions, error)) return fail(error);
+  const std::string needed = definition_.constants(inputs, dimensions, fields_.ints);
+  const std::string& found = fields_.kernels->constants();
+  if (needed.empty() || needed == found) return 0;
+  return fail(concat("field ", kKernelsField, ": found kernels compiled for \"", found, "\"; needed \"", needed,
+                     "\". Build the engine again, or take the image that was compiled for this network"));
+}
+
 int32_t ReplayPlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t input_count,
                                       const DynamicPluginTensorDesc* outputs, int32_t output_count) noexcept {
   return guarded("configurePlugin", kFailure, [&] {
-    Dimensions dimensions;
-    std::string error;
     const auto input_descs = build_descs(inputs, input_count);
     const auto output_descs = build_descs(outputs, output_count);
-    if (!check(input_descs.data(), input_count, output_descs.data(), output_count, dimensions, error)) {
-      return fail(error);
-    }
-    return 0;
+    return check_shapes(input_descs.data(), input_count, output_descs.data(), output_count);
   });
 }
 
 int32_t ReplayPlugin::onShapeChange(const PluginTensorDesc* inputs, int32_t input_count,
                                     const PluginTensorDesc* outputs, int32_t output_count) noexcept {
-  return guarded("onShapeChange", kFailure, [&] {
-    Dimensions dimensions;
-    std::string error;
-    if (!check(inputs, input_count, outputs, output_count, dimensions, error)) return fail(error);
-    return 0;
-  });
+  return guarded("onShapeChange", kFailure, [&] { return check_shapes(inputs, input_count, outputs, output_count); });
 }
 
 // A state's output has its input's address. Where TensorRT gave another one nonetheless, bring the whole pool over,

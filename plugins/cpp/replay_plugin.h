@@ -32,6 +32,10 @@ struct PluginDefinition {
   std::string (*field_fault)(const IntFields& fields);
   // What is wrong with the sizes that are known, beyond equal letters being equal; or an empty string.
   std::string (*dimension_fault)(const Dimensions& dimensions, const IntFields& fields);
+  // The constants that its kernels must have been compiled for, as plugins/specialize.py writes them; empty while one
+  // of them is not known.
+  std::string (*constants)(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions,
+                           const IntFields& fields);
   // The role of the kernel that runs this many window tokens.
   const char* (*role)(int64_t window_tokens, const IntFields& fields);
   // Fill in the kernel's Params. All sizes are known and checked; all tensors are contiguous.
@@ -85,6 +89,8 @@ class ReplayPlugin final : public nvinfer1::IPluginV3,
   bool check(const nvinfer1::PluginTensorDesc* inputs, int32_t input_count,
              const nvinfer1::PluginTensorDesc* outputs, int32_t output_count, Dimensions& dimensions,
              std::string& error) const;
+  int32_t check_shapes(const nvinfer1::PluginTensorDesc* inputs, int32_t input_count,
+                       const nvinfer1::PluginTensorDesc* outputs, int32_t output_count) const;
   std::string bring_states(const nvinfer1::PluginTensorDesc* input_descs, const Buffers& buffers,
                            cudaStream_t stream);
 

@@ -1,5 +1,8 @@
 #include "tensors.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "log.h"
 
 namespace replayssm {
@@ -25,18 +28,6 @@ std::string dims_text(const Dims& dims) {
     text += (i == 0 ? "" : ", ") + (dims.d[i] < 0 ? std::string("?") : std::to_string(dims.d[i]));
   }
   return text + "]";
-}
-
-const char* type_text(DataType type) {
-  switch (type) {
-    case DataType::kFLOAT: return "float32";
-    case DataType::kHALF: return "float16";
-    case DataType::kBF16: return "bfloat16";
-    case DataType::kINT32: return "int32";
-    case DataType::kINT64: return "int64";
-    case DataType::kINT8: return "int8";
-    default: return "another type";
-  }
 }
 
 bool is_float(DataType type) {
@@ -88,6 +79,22 @@ bool check_tensor(const TensorRule& rule, const char* name, const PluginTensorDe
 }
 
 }  // namespace
+
+const char* type_text(DataType type) {
+  switch (type) {
+    case DataType::kFLOAT: return "float32";
+    case DataType::kHALF: return "float16";
+    case DataType::kBF16: return "bfloat16";
+    case DataType::kINT32: return "int32";
+    case DataType::kINT64: return "int64";
+    case DataType::kINT8: return "int8";
+    default: return "another type";
+  }
+}
+
+bool Dimensions::knows(const char* letters) const {
+  return std::all_of(letters, letters + std::strlen(letters), [this](char letter) { return (*this)[letter] >= 0; });
+}
 
 bool Dimensions::bind(const char* name, const char* letters, const Dims& dims, std::string& error) {
   const auto rank = static_cast<int32_t>(std::char_traits<char>::length(letters));

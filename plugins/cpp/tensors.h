@@ -11,6 +11,9 @@
 
 namespace replayssm {
 
+// As contract/geometry.py spells it.
+const char* type_text(nvinfer1::DataType type);
+
 enum class TypeRule {
   kActivation,  // float, half or bfloat16; one type for all tensors of this rule, that of input 0
   kState,       // float, half or bfloat16
@@ -46,7 +49,7 @@ class Dimensions {
     owners_.fill(nullptr);
   }
   int64_t operator[](char letter) const { return sizes_[index(letter)]; }
-  bool knows(char letter) const { return (*this)[letter] >= 0; }
+  bool knows(const char* letters) const;  // all of them
 
   // Take the sizes of one tensor. False when its rank or a size contradicts what is known; `error` says how.
   bool bind(const char* name, const char* letters, const nvinfer1::Dims& dims, std::string& error);

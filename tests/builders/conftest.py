@@ -7,8 +7,8 @@ from safetensors.torch import save_file
 
 from tests.builders.tiny_geometry import random_weights, tiny_geometry
 from tests.tiny_models import make_nemotron_h
+from trtllm_replayssm.builders.checkpoint.rank_checkpoint import write_config
 from trtllm_replayssm.builders.engine import build
-from trtllm_replayssm.builders.engine_folder import config_text
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def rank_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
     folder.mkdir()
     geometry = tiny_geometry()
-    (folder / "config.json").write_text(config_text(geometry))
+    write_config(folder, geometry)
     (folder / "tokenizer_config.json").write_text("{}")
     save_file(random_weights(geometry), folder / "rank0.safetensors")
     return folder

@@ -7,11 +7,25 @@ from typing import Any
 import pytest
 
 from tests.tiny_models import edit_config, make_nemotron_h
-from trtllm_replayssm.builders.checkpoint.hf_config import read_geometry, read_hf_config, read_json
-from trtllm_replayssm.contract.geometry import AttentionGeometry, LayerType, Mamba2Geometry, MlpGeometry
+from trtllm_replayssm.builders.checkpoint.hf_config import parse_hf_config, read_hf_config, read_json
+from trtllm_replayssm.contract.geometry import (
+    AttentionGeometry,
+    LayerType,
+    Mamba2Geometry,
+    MlpGeometry,
+    ModelGeometry,
+)
 from trtllm_replayssm.errors import CheckpointError, ConfigError, ReplaySSMError, UnsupportedError
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "nemotron_nano_9b_v2_config.json"
+
+
+def parse_geometry(config: dict[str, Any], dtype: str | None = None) -> ModelGeometry:
+    return parse_hf_config(config, {}, dtype).geometry
+
+
+def read_geometry(folder: Path) -> ModelGeometry:
+    return read_hf_config(folder).geometry
 
 
 def published(**changes: Any) -> dict[str, Any]:
@@ -21,7 +35,7 @@ def published(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_published_nano_9b_v2_config_gives_its_published_shapes() -> None:
-    geometry = read_geometry(PUBLISHED)
+    geometry = parse_geometry(published())
     assert geometry.dtype == "bfloat16"
     assert (geometry.d_model, geometry.vocab_size, geometry.norm_eps) == (4480, 131072, 1e-5)
     assert [len(geometry.layers_of(kind)) for kind in LayerType] == [27, 4, 25]
@@ -58,10 +72,10 @@ def test_infinity_is_read_as_json_writers_and_transformers_spell_it(tmp_path: Pa
 
 
 def test_the_asked_dtype_replaces_the_stored_one() -> None:
-    assert read_geometry(published(), "float16").dtype == "float16"
-    assert read_geometry(published(), "auto").dtype == "bfloat16"
+    assert parse_geometry(published(), "float16").dtype == "float16"
+    assert parse_geometry(published(), "auto").dtype == "bfloat16"
     with pytest.raises(ConfigError, match=r"found 'int8'; needed auto, float32, float16, bfloat16"):
-        read_geometry(published(), "int8")
+        parse_geometry(published(), "int8")
 
 
 def test_end_tokens_of_the_generation_config_come_first(tmp_path: Path) -> None:
@@ -75,15 +89,15 @@ def test_end_tokens_of_the_generation_config_come_first(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_layer_type_has_no_geometry_of_it() -> None:
-    geometry = read_geometry(published(hybrid_override_pattern="MM", num_hidden_layers=2))
+    geometry = parse_geometry(published(hybrid_override_pattern="MM", num_hidden_layers=2))
     assert geometry.attention is None
     assert geometry.mlp is None
 
 
 def test_the_convolution_bias_is_stored_unless_the_config_says_otherwise() -> None:
-    assert read_hf_config(published()).use_conv_bias
-    assert read_hf_config(published(use_conv_bias=...)).use_conv_bias
-    assert not read_hf_config(published(use_conv_bias=False)).use_conv_bias
+    assert parse_hf_config(published(), {}).use_conv_bias
+    assert parse_hf_config(published(use_conv_bias=...), {}).use_conv_bias
+    assert not parse_hf_config(published(use_conv_bias=False), {}).use_conv_bias
 
 
 @pytest.mark.parametrize(
@@ -115,7 +129,7 @@ def test_the_convolution_bias_is_stored_unless_the_config_says_otherwise() -> No
 )
 def test_a_wrong_key_is_an_error_that_names_it(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        read_geometry(published(**changes))
+        parse_geometry(published(**changes))
 
 
 @pytest.mark.parametrize(
@@ -143,13 +157,13 @@ def test_a_wrong_key_is_an_error_that_names_it(changes: dict[str, Any], sentence
 )
 def test_a_model_that_is_not_supported_is_refused_with_the_reason(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UnsupportedError, match=sentence):
-        read_geometry(published(**changes))
+        parse_geometry(published(**changes))
 
 
 def test_all_problems_are_told_at_once() -> None:
     bad = published(wobble=1, wibble=2, use_bias=True, num_hidden_layers=3, vocab_size=0)
     with pytest.raises(ConfigError) as caught:
-        read_geometry(bad)
+        parse_geometry(bad)
     for part in ("4 problems", "wibble, wobble", "use_bias", "num_hidden_layers: found 3", "vocab_size: found 0"):
         assert part in str(caught.value)
 
@@ -163,5 +177,5 @@ def test_a_config_that_is_no_json_object_is_one_sentence(tmp_path: Path, text: s
 
 def test_every_error_of_a_config_is_a_value_error_of_ours() -> None:
     with pytest.raises(ReplaySSMError) as caught:
-        read_geometry(published(hidden_size=None))
+        parse_geometry(published(hidden_size=None))
     assert isinstance(caught.value, ValueError)

@@ -179,7 +179,9 @@ def test_the_balance_sheet_accounts_for_every_stored_tensor(tmp_path: Path, tiny
     assert any("mtp." in line for line in sheet.lines())
 
 
-def test_a_stored_output_matrix_wins_over_the_promise_to_tie_it(tmp_path: Path) -> None:
+def test_a_stored_output_matrix_wins_over_the_promise_to_tie_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = make_nemotron_h(tmp_path / "hf", pattern="M")
@@ -191,7 +193,10 @@ def test_a_stored_output_matrix_wins_over_the_promise_to_tie_it(tmp_path: Path) 
     assert not geometry.tie_word_embeddings
     assert torch.equal(load_weights(checkpoint, geometry)["lm_head.weight"], run_by_transformers)
     assert "differs from the embedding" in sheets[0].notes[0]
-    assert open_model_folder(folder).geometry == geometry
+    opened = open_model_folder(folder)
+    assert opened.geometry == geometry
+    opened.load_weights()
+    assert [record.getMessage() for record in caplog.records] == [f"{folder}: {sheets[0].notes[0]}"]
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["equal-copy", "absent"])
@@ -209,7 +214,8 @@ def test_a_tied_output_matrix_is_stored_once(tmp_path: Path, stored: bool) -> No
 
 def test_weights_load_in_another_type_except_the_recurrences_constants(tmp_path: Path, tiny_folder: Path) -> None:
     checkpoint = convert(tiny_folder, tmp_path / "checkpoint")
-    weights = load_weights(checkpoint, read_config(checkpoint), dtype="bfloat16")
+    geometry = read_config(checkpoint).model_copy(update={"dtype": "bfloat16"})
+    weights = load_weights(checkpoint, geometry)
     assert weights["embedding.weight"].dtype == torch.bfloat16
     assert {weights[f"layers.0.mixer.{name}"].dtype for name in ("A", "D", "dt_bias")} == {torch.float32}
     assert open_model_folder(checkpoint, "bfloat16").load_weights()["embedding.weight"].dtype == torch.bfloat16
@@ -236,7 +242,7 @@ def test_an_engine_folder_is_told_by_its_manifest(tmp_path: Path, tiny_folder: P
         profiles=(),
         plugins=(),
         weights="external",
-        checkpoint=CheckpointRecord(config_sha256="0"),
+        checkpoint=CheckpointRecord(),
         engine_sha256="0",
         engine_bytes=0,
     )

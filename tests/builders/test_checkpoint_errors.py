@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import edit_config
-from trtllm_replayssm.builders.checkpoint import convert as convert_module
 from trtllm_replayssm.builders.checkpoint.convert import convert
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.checkpoint.rank_checkpoint import load_weights, read_config
 from trtllm_replayssm.builders.checkpoint.source import stream_weights
+from trtllm_replayssm.builders.checkpoint.staging import staged_folder
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import CapacityError, CheckpointError, ConfigError, ReplaySSMError, UnsupportedError
 
@@ -90,11 +90,11 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 BAD_SHARDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing-shard": (lambda f: first_shard(f).unlink(), "shards are missing (model-00001-of-"),
+    "missing-shard": (lambda f: first_shard(f).unlink(), "shards; needed model-00001-of-"),
     "truncated-shard": (lambda f: truncate(first_shard(f)), "truncated or damaged"),
     "broken-index": (lambda f: truncate(f / INDEX), "found no readable weight_map"),
     "empty-index": (lambda f: (f / INDEX).write_text('{"weight_map": {}}'), "empty weight_map"),
-    "unlisted-tensor": (unlist_a_tensor, "its tensors differ from those that model.safetensors.index.json lists"),
+    "unlisted-tensor": (unlist_a_tensor, "found other tensors than model.safetensors.index.json lists for it"),
     "shard-elsewhere": (point_outside, "needed the name of a file in the same folder"),
 }
 
@@ -210,7 +210,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CapacityError, match="found 1,000 bytes free"):
         convert(tiny_folder, tmp_path / "checkpoint")
     assert not list(tmp_path.iterdir())
@@ -250,6 +250,36 @@ sys.exit(main(["convert", "--model_dir", sys.argv[1], "--output_dir", sys.argv[2
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "checkpoint"
+    left, other = tmp_path / f".checkpoint.partial-{os.getpid()}", tmp_path / ".checkpoint2.partial-1"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "weights").write_text("half")
+    script = """
+import sys, time
+from pathlib import Path
+from trtllm_replayssm.builders.checkpoint.staging import staged_folder
+with staged_folder(Path(sys.argv[1])):
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(output)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        written = tmp_path / f".checkpoint.partial-{process.pid}"
+        assert {path.name for path in tmp_path.iterdir()} == {written.name, other.name}
+        with pytest.raises(ZeroDivisionError), staged_folder(output):
+            assert written.exists()
+            raise ZeroDivisionError
+        process.kill()
+    assert written.exists()
+    convert(tiny_folder, output)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", other.name}
+
+
 def test_a_rank_checkpoint_that_was_tampered_with_is_refused(tmp_path: Path, tiny_folder: Path) -> None:
     folder = convert(tiny_folder, tmp_path / "checkpoint")
     geometry = read_config(folder)
@@ -285,5 +315,5 @@ def test_a_rank_checkpoint_that_was_tampered_with_is_refused(tmp_path: Path, tin
 
 def test_weights_of_another_geometry_are_not_streamed(tiny_folder: Path) -> None:
     geometry = open_model_folder(tiny_folder).geometry
-    with pytest.raises(CheckpointError, match="not those of the given geometry"):
+    with pytest.raises(CheckpointError, match="found tensors of another geometry"):
         stream_weights(tiny_folder, geometry.model_copy(update={"d_model": 128}))

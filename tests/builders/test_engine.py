@@ -20,8 +20,8 @@ import pytest
 
 from tests.builders.tiny_geometry import tiny_geometry
 from trtllm_replayssm import backend
+from trtllm_replayssm.builders.checkpoint.rank_checkpoint import write_config
 from trtllm_replayssm.builders.engine import build
-from trtllm_replayssm.builders.engine_folder import config_text
 from trtllm_replayssm.builders.export import export, set_kernels
 from trtllm_replayssm.builders.kernels import fewest_architectures, kernel_images
 from trtllm_replayssm.builders.plan import build_plan
@@ -29,7 +29,7 @@ from trtllm_replayssm.builders.profiles import bindings, profiles
 from trtllm_replayssm.builders.progress import BuildProgress
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
-from trtllm_replayssm.contract.manifest import read_manifest, read_report
+from trtllm_replayssm.contract.manifest import BackendName, read_manifest, read_report
 from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.errors import (
     BackendError,
@@ -91,6 +91,14 @@ def test_the_builder_reports_the_plugin_layers_in_both_profiles(engine_folder: P
     assert built == names + [f"{name} [profile 1]" for name in names]
 
 
+def test_the_times_of_a_build_are_of_steps_that_do_not_contain_each_other(engine_folder: Path) -> None:
+    report = read_report(engine_folder)
+    assert report is not None
+    steps = ["load plugins", "start process", "compile kernels", "export", "parse", "build engine"]
+    assert list(report.seconds) == steps
+    assert all(seconds >= 0 for seconds in report.seconds.values())
+
+
 def test_embedded_weights_are_no_bindings(rank_checkpoint: Path, tmp_path: Path) -> None:
     folder = build(rank_checkpoint, tmp_path / "engine", weights="embedded", compute_capabilities=[86], **SMALL)
     manifest = read_manifest(folder)
@@ -110,7 +118,11 @@ def test_embedded_weights_are_no_bindings(rank_checkpoint: Path, tmp_path: Path)
         ({"max_input_len": 64, "max_seq_len": 32}, ConfigError, "max_input_len: found 64; needed at most max_seq_len"),
         ({"max_num_tokens": 20}, ConfigError, "max_num_tokens: found 20; needed at most max_input_len"),
         ({"max_batch_size": 0}, ConfigError, "max_batch_size: found 0; needed 1 or more"),
-        ({"compute_capabilities": [90]}, ConfigError, r"compute_capability: found 9\.0; .* builds for 7\.5, 8\.0"),
+        (
+            {"compute_capabilities": [90]},
+            ConfigError,
+            r"compute_capability: found 9\.0; needed .* builds for: 7\.5, 8\.0",
+        ),
         ({"backend": "onnx"}, BackendError, "backend: found 'onnx'"),
         ({"max_draft_len": 8}, UnsupportedError, "max_draft_len at most 7"),
     ],
@@ -132,7 +144,7 @@ def test_an_output_that_is_taken_is_refused_and_left_alone(rank_checkpoint: Path
 
 def test_what_is_no_rank_checkpoint_is_refused(engine_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config_only").mkdir()
-    (tmp_path / "config_only" / "config.json").write_text(config_text(tiny_geometry()))
+    write_config(tmp_path / "config_only", tiny_geometry())
     for folder, options, message in (
         (tmp_path / "absent", {}, "found nothing there"),
         (engine_folder, {}, "found an engine folder"),
@@ -239,24 +251,48 @@ def test_the_command_turns_a_mistake_into_one_line_and_exit_code_2(
         (["--history", "2", "--max_draft_len", "4"], "history: found 2 with max_draft_len=4"),
         (["--compute_capability", "eight"], "compute_capability: found 'eight'; needed MAJOR.MINOR"),
         (["--backend", "tensorrt_rtx", "--compute_capability", "8.0 9.0"], "found 9.0"),
+        (["--backend", "tensorrt_rtx", "--compute_capability", "8.0", "9.0"], "found 9.0"),
     ):
         assert main([*paths, *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and message in error and "Traceback" not in error
+        assert error.count("[C001]") <= 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_compiler_is_found_before_the_long_steps(
+    rank_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.load("tensorrt_rtx")
+    # The compiler is part of the cached library's key: one that another compiler made is not taken.
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    progress = BuildProgress()
+    with pytest.raises(BackendError, match="found no compiler 'no-such-compiler'"):
+        build(rank_checkpoint, tmp_path / "engine", progress=progress, **SMALL)
+    assert not progress.seconds
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
 def test_an_absent_backend_is_told_with_what_was_tried_and_how_to_mend_it() -> None:
-    with pytest.raises(BackendError, match=r"(?s)import tensorrt: .*pip install 'trtllm-replayssm\[tensorrt\]'"):
+    with pytest.raises(BackendError, match=r"(?s)import tensorrt: .*pip install 'tensorrt-cu13>=10\.14,<12'"):
         backend.load("tensorrt")
 
 
-def test_a_backend_that_is_too_old_is_refused() -> None:
-    old = ModuleType("tensorrt_rtx")
-    old.__version__ = "1.6.0.5"  # type: ignore[attr-defined]
-    with pytest.raises(BackendError, match=r"found version 1\.6\.0\.5; needed 1\.7 or newer"):
-        backend._prepare("tensorrt_rtx", old)
+@pytest.mark.parametrize(
+    ("name", "version", "needed"),
+    [
+        ("tensorrt_rtx", "1.6.0.5", r"1\.7 or newer, below 2\."),
+        ("tensorrt_rtx", "2.0.0.1", r"1\.7 or newer, below 2\."),
+        ("tensorrt", "10.13.3.9", r"10\.14 or newer, below 12\."),
+        ("tensorrt", "12.0.1", r"10\.14 or newer, below 12\."),
+    ],
+)
+def test_a_backend_that_is_too_old_or_too_new_is_refused(name: BackendName, version: str, needed: str) -> None:
+    other = ModuleType(name)
+    other.__version__ = version  # type: ignore[attr-defined]
+    with pytest.raises(BackendError, match=rf"found version {version}; needed {needed}"):
+        backend._prepare(name, other)
 
 
 def test_kernels_are_compiled_for_the_fewest_architectures() -> None:

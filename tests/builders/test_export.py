@@ -17,7 +17,7 @@ from trtllm_replayssm.builders.export import (
 )
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import PLUGINS
-from trtllm_replayssm.errors import BuildError
+from trtllm_replayssm.errors import CheckpointError
 
 LIMITS = EngineLimits(max_batch_size=4, max_input_len=24, max_seq_len=48, max_num_tokens=12)
 REPLAY = ReplayGeometry(history=8, max_draft_len=3, state_dtype="float32")
@@ -100,5 +100,5 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, graph: onnx.Mo
     save_file(weights, tmp_path / "rank0.safetensors")
     model = onnx.ModelProto()
     model.CopyFrom(graph)
-    with pytest.raises(BuildError, match=r"final_norm.weight: found .*63.*needed .*64"):
+    with pytest.raises(CheckpointError, match=r"final_norm.weight: found .*63.*needed .*64"):
         embed_weights(model, tmp_path / "rank0.safetensors", geometry)

@@ -6,9 +6,9 @@ import torch
 
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract.geometry import (
+    LAYER_LETTERS,
     AttentionGeometry,
     EngineLimits,
-    LayerType,
     Mamba2Geometry,
     MlpGeometry,
     ModelGeometry,
@@ -16,7 +16,7 @@ from trtllm_replayssm.contract.geometry import (
 )
 from trtllm_replayssm.contract.tensors import TensorSpec, state_specs, weight_specs
 
-LETTERS = {"M": LayerType.MAMBA2, "*": LayerType.ATTENTION, "-": LayerType.MLP}
+LETTERS = {letter: kind for kind, letter in LAYER_LETTERS.items()}
 
 
 def tiny_geometry(pattern: str = "M-*M", **changes: Any) -> ModelGeometry:
@@ -34,8 +34,6 @@ def tiny_geometry(pattern: str = "M-*M", **changes: Any) -> ModelGeometry:
         "attention": AttentionGeometry(n_query_heads=4, n_kv_heads=2, head_dim=16) if "*" in pattern else None,
         "mlp": MlpGeometry(d_ff=96, activation="relu2") if "-" in pattern else None,
         "eos_token_ids": (2,),
-        "bos_token_id": 1,
-        "pad_token_id": 0,
     }
     return ModelGeometry(**(values | changes))
 

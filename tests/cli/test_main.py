@@ -1,5 +1,8 @@
 """The command line's frame: exit codes, one-line errors, and commands that do not break each other."""
 
+import importlib
+import os
+import pty
 import subprocess
 import sys
 import types
@@ -9,10 +12,16 @@ from typing import Any
 
 import pytest
 
+from tests.meta.repository import ROOT
+from tests.tiny_models import make_nemotron_h
+from trtllm_replayssm.builders.progress import BuildProgress
 from trtllm_replayssm.cli import main as main_module
 from trtllm_replayssm.cli.main import COMMANDS, Command, main
 from trtllm_replayssm.config import SamplingParams
+from trtllm_replayssm.contract.geometry import ReplayGeometry
 from trtllm_replayssm.errors import ConfigError
+
+MODEL = ROOT / "examples" / "tiny_hybrid" / "model"
 
 
 def raise_(error: BaseException) -> None:
@@ -38,9 +47,9 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     [
         (lambda: None, 0, ""),
         (lambda: raise_(ConfigError("history: found 0; needed 1.")), 2, "error: history: found 0; needed 1. [C001]\n"),
-        (lambda: SamplingParams(max_tokens=0), 2, "error: max_tokens: found 0; "),
-        (lambda: SamplingParams(max_token=1), 2, "error: max_token: unknown option\n"),  # type: ignore[call-arg]
-        (lambda: SamplingParams(min_tokens=9, max_tokens=3), 2, "min_tokens: found 9; needed at most max_tokens (3)"),
+        (lambda: ReplayGeometry(state_dtype="int8"), 2, "error: state_dtype: found 'int8'; needed "),  # type: ignore[arg-type]
+        (lambda: SamplingParams(max_token=1), 2, "error: max_token: unknown key. Known are max_tokens, "),  # type: ignore[call-arg]
+        (lambda: SamplingParams(min_tokens=9, max_tokens=3), 2, "error: min_tokens: found 9; needed at most max"),
         (lambda: open("/nonexistent/file"), 2, "error: /nonexistent/file: No such file or directory\n"),
         (lambda: raise_(KeyboardInterrupt()), 130, "error: interrupted\n"),
         (lambda: raise_(BrokenPipeError()), 141, ""),
@@ -95,6 +104,116 @@ def test_a_missing_package_stops_its_own_command_alone(
     assert main(["broken"]) == 2
     assert "broken: the Python package 'a_package_that_is_absent' is missing" in capsys.readouterr().err
     assert main(["convert", "--help"]) == 0
+
+
+def test_a_package_that_is_missed_while_a_command_runs_is_one_line(tmp_path: Path) -> None:
+    script = "import sys; sys.modules['onnx'] = None; from trtllm_replayssm.cli.main import main; sys.exit(main())"
+    options = ["build", "--checkpoint_dir", str(tmp_path), "--output_dir", str(tmp_path / "engine")]
+    done = subprocess.run([sys.executable, "-c", script, *options], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: build: the Python package 'onnx' is missing. Install it with pip. [T001]\n"
+
+
+def test_a_module_of_our_own_that_is_missing_is_not_hidden(call: Callable[..., int]) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        call(lambda: importlib.import_module("trtllm_replayssm.absent"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["8.6", "8.9", "12.0"], ["8.6", "--compute_capability", "8.9", "12.0"], ["8.6 8.9", "12.0"], ["8.6,8.9,12.0"]],
+    ids=" ".join,
+)
+def test_an_option_takes_several_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str]) -> None:
+    built: list[dict[str, Any]] = []
+
+    def build(*_: Path, **options: Any) -> Path:
+        built.append(options)
+        return tmp_path
+
+    monkeypatch.setattr("trtllm_replayssm.builders.engine.build", build)
+    folders = ["--checkpoint_dir", str(tmp_path), "--output_dir", str(tmp_path / "engine")]
+    assert main(["build", "--compute_capability", *given, *folders, "--history", "8"]) == 0
+    (options,) = built
+    assert (options["compute_capabilities"], options["history"]) == ((86, 89, 120), 8)
+
+
+@pytest.mark.parametrize("capability", ["--compute_capability", "--compute-capability"])
+def test_dashes_stand_for_underscores_in_names_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: str
+) -> None:
+    built: list[tuple[Path, dict[str, Any]]] = []
+
+    def build(checkpoint_dir: Path, _: Path, **options: Any) -> Path:
+        built.append((checkpoint_dir, options))
+        return tmp_path
+
+    monkeypatch.setattr("trtllm_replayssm.builders.engine.build", build)
+    arguments = ["--checkpoint-dir", "a-folder", "--output_dir", "b", "--max-batch-size=3", capability, "8.6", "8.9"]
+    assert main(["build", *arguments]) == 0
+    ((folder, options),) = built
+    assert folder == Path("a-folder")
+    assert (options["max_batch_size"], options["compute_capabilities"]) == (3, (86, 89))
+
+
+def test_a_choice_that_is_none_is_named_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--backend", "foo", "--checkpoint_dir", "a", "--output_dir", "b"]) == 2
+    needed = "error: Invalid value for '--backend': 'foo' is not one of 'tensorrt', 'tensorrt_rtx'. Try --help.\n"
+    assert capsys.readouterr().err == needed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_choice_is_broken_in_a_help_page_of_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    words = capsys.readouterr().out.replace("│", " ").split()
+    assert [word for word in words if word.startswith("<") and not word.rstrip(".").endswith(">")] == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["build", "--help"], ["--version"], ["inspect", str(MODEL)]], ids=str
+)
+def test_a_reader_that_leaves_ends_the_command_as_a_signal_would(arguments: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "trtllm_replayssm", *arguments], stdout=write, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_value_that_belongs_to_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--history", "8", "8.9", "--checkpoint_dir", "a", "--output_dir", "b"]) == 2
+    assert "8.9" in capsys.readouterr().err
+
+
+def test_bars_are_drawn_on_terminals_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_nemotron_h(tmp_path / "hf")
+    capsys.readouterr()
+    assert main(["convert", "--model_dir", str(folder), "--output_dir", str(tmp_path / "checkpoint")]) == 0
+    with BuildProgress(shown=True) as progress, progress.step("parse"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_stands_alone_on_a_terminal(tmp_path: Path) -> None:
+    script = """
+from trtllm_replayssm.builders.progress import BuildProgress
+with BuildProgress(shown=True) as progress, progress.step("parse"):
+    raise SystemExit(2)
+"""
+    ours, terminal = pty.openpty()
+    environment = os.environ | {"TERM": "xterm"}
+    done = subprocess.run([sys.executable, "-c", script], stderr=terminal, env=environment, check=False)
+    os.close(terminal)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert done.returncode == 2
+    before, _, after = shown.rpartition("\x1b[2K")  # the terminal's "erase this line"
+    assert "parse" in before and "parse" not in after
 
 
 def test_the_console_script_is_installed_under_its_name() -> None:

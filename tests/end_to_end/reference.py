@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
@@ -38,6 +39,36 @@ class Reference:
                 f"token {at} of {len(generated)} is {generated[at]}; transformers takes {best.indices[0].item()}, "
                 f"whose logit leads by {(best.values[0] - best.values[1]).item():.2e}"
             )
+
+
+class FlushCounter:
+    """Follows the tokens that an executor is given and counts the flushes that the protocol asks for.
+
+    The folded tokens are kept here, from c, n and the window alone, and compared with those that the executor is told.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.num_flushes = 0
+        self._replay = executor.replay
+        self._folded: dict[int, int] = {}
+        self._step = executor.step
+        executor.step = self.step  # type: ignore[method-assign]
+
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        max_draft_len, history = self._replay.max_draft_len, self._replay.history
+        counters = (inputs.slot_ids, inputs.past_lengths, inputs.checkpoint_lengths, inputs.num_tokens)
+        for slot, c, told, n in zip(*(counter.tolist() for counter in counters), strict=True):
+            if slot < 0:
+                continue
+            f = self._folded[slot] if c else 0
+            assert told == f, f"slot {slot}: told {told} folded tokens of {c}; needed {f}"
+            if protocol.is_prefill(inputs.input_ids.shape[1], max_draft_len):
+                f = c + n
+            elif protocol.needs_flush(c, f, history=history, max_draft_len=max_draft_len):
+                f = c
+                self.num_flushes += 1
+            self._folded[slot] = f
+        return self._step(inputs)
 
 
 class LogitRecorder:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.end_to_end.reference import LogitRecorder, Reference
-from tests.end_to_end.test_parity import LOGITS_TOLERANCE, LONG, PIECE, PROMPTS, tokens_of
+from tests.end_to_end.test_parity import LONG, PIECE, PROMPTS, tokens_of
 from tests.runtime.helpers import ScriptedDrafter
 from tests.tiny_models import make_nemotron_h
+from tests.tolerances import LOGITS_FP32
 from trtllm_replayssm import LLM, NGramDecodingConfig, ReplayConfig
 from trtllm_replayssm.errors import UnsupportedError
 
@@ -66,7 +67,7 @@ def test_fp32_logits_on_cuda_equal_transformers(folder: Path) -> None:
     expected = Reference(folder).logits(sequence)
     decoded = range(len(prompt) - 1, len(sequence) - 1)
     worst = max((recorder.by_position[at].cpu() - expected[at]).abs().max().item() for at in decoded)
-    assert worst < LOGITS_TOLERANCE
+    assert worst < LOGITS_FP32
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["replay", "conventional"])

@@ -1,7 +1,7 @@
 """Run the very CUDA sources on the CPU: compiled by g++ against ``emulator/host_cuda.h``, on torch CPU tensors.
 
-``Emulator.mamba2`` and ``Emulator.causal_conv1d`` have the signatures of ``plugins.launch``; the same ``Params`` are
-packed.
+``Emulator.mamba2`` and ``Emulator.causal_conv1d`` have the signatures of the ops; the same ``Params`` are packed as by
+``plugins.launch``.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trtllm_replayssm.contract import plugin_io
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.params import causal_conv1d_params, mamba2_params
+from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, causal_conv1d_params, mamba2_params
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
     Mamba2Specialization,
@@ -42,18 +42,23 @@ def compile_host(output: Path, source: Path, defines: dict[str, str], *include_d
     return ctypes.CDLL(str(output))
 
 
-@cache
-def emulated(specialization: Specialization, role: Role, source_dir: Path = SOURCE_DIR) -> ctypes.CDLL:
-    """Compile one kernel for the emulator; the sources may be an altered copy."""
-    shape = specialization.launch_shape(role)
+def compile_emulated(
+    output: Path, specialization: Specialization, role: Role, source_dir: Path = SOURCE_DIR
+) -> ctypes.CDLL:
+    """Compile one kernel for the emulator to a shared object and load it."""
     defines = specialization.defines(role) | {
         "KERNEL_SOURCE": f'"{specialization.folder}/{role}.cu"',
-        "KERNEL_SYMBOL": shape.symbol,
+        "KERNEL_SYMBOL": specialization.launch_shape(role).symbol,
         "KERNEL_PARAMS": PARAMS[specialization.folder],
     }
+    return compile_host(output, EMULATOR_DIR / "driver.cpp", defines, EMULATOR_DIR, source_dir)
+
+
+@cache
+def emulated(specialization: Specialization, role: Role, source_dir: Path = SOURCE_DIR) -> ctypes.CDLL:
+    """Compile one kernel for the emulator, once; the sources may be an altered copy."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / f"{shape.symbol}.so"
-        return compile_host(output, EMULATOR_DIR / "driver.cpp", defines, EMULATOR_DIR, source_dir)
+        return compile_emulated(Path(folder) / "kernel.so", specialization, role, source_dir)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Emulator:
     source_dir: Path = SOURCE_DIR
 
     def mamba2(self, *, history: int, max_draft_len: int, **tensors: Tensor) -> Tensor:
-        """Emulate ``launch.mamba2``."""
+        """Emulate ``ops.mamba2`` on CUDA."""
         x, B = tensors["x"], tensors["B"]
         specialization = Mamba2Specialization(
             n_heads=x.shape[2],
@@ -91,13 +96,13 @@ class Emulator:
         return y
 
     def causal_conv1d(self, *, activation: str | None, **tensors: Tensor | None) -> Tensor:
-        """Emulate ``launch.causal_conv1d``."""
+        """Emulate ``ops.causal_conv1d`` on CUDA."""
         x, weight = tensors["x"], tensors["weight"]
         assert x is not None and weight is not None
         specialization = CausalConv1dSpecialization(x.shape[2], weight.shape[1], dtype_name(x))
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.CAUSAL_CONV1D.inputs)
-        self._run(specialization, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), x, 8)
+        self._run(specialization, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), x, LONGEST_STEP_WINDOW)
         return y
 
     def _run(self, specialization: Specialization, params: Any, x: Tensor, longest_step: int) -> None:

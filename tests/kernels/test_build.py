@@ -1,6 +1,7 @@
 """NVRTC compiles every shape class for every generation, without spills; the cache is used, never trusted blindly."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_kernels_compile_without_spills(
     specialization: Specialization, role: Role, architecture: str, own_cache: Path
 ) -> None:
-    found = resources(build.compile(specialization, role, architecture))
+    found = resources(build.compile_kernel(specialization, role, architecture))
     assert found.stack_bytes == 0
     shape = specialization.launch_shape(role)
     assert found.registers * shape.block_x <= 65536, "a block must fit on an SM"
@@ -63,12 +64,12 @@ def test_a_kernel_with_stack_is_seen() -> None:
 
 
 def test_the_second_compilation_comes_from_the_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build.compile(CONV, "step", "sm_80")
+    first = build.compile_kernel(CONV, "step", "sm_80")
     (entry,) = (own_cache / "kernels").iterdir()
     monkeypatch.setattr(build.cuda_module("core"), "Program", None)  # a compilation would fail
-    assert build.compile(CONV, "step", "sm_80") == first
+    assert build.compile_kernel(CONV, "step", "sm_80") == first
     with pytest.raises(BuildError):
-        build.compile(CONV, "prefill", "sm_80")
+        build.compile_kernel(CONV, "prefill", "sm_80")
     assert list((own_cache / "kernels").iterdir()) == [entry], "a failed compilation leaves nothing behind"
 
 
@@ -76,18 +77,18 @@ def test_the_second_compilation_comes_from_the_cache(own_cache: Path, monkeypatc
     "damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:40] + b"\0" + data[41:]]
 )
 def test_a_damaged_cache_entry_is_built_anew(damage: object, own_cache: Path) -> None:
-    first = build.compile(CONV, "step", "sm_80")
+    first = build.compile_kernel(CONV, "step", "sm_80")
     (entry,) = (own_cache / "kernels").iterdir()
     whole = entry.read_bytes()
     entry.write_bytes(damage(whole))  # type: ignore[operator]
-    assert build.compile(CONV, "step", "sm_80") == first
+    assert build.compile_kernel(CONV, "step", "sm_80") == first
     assert entry.read_bytes() == whole
 
 
 def test_constants_sources_and_architecture_each_have_their_own_entry(own_cache: Path) -> None:
     for specialization in (CONV, dataclasses.replace(CONV, d_conv=3)):
         for architecture in ("sm_80", "sm_89"):
-            build.compile(specialization, "step", architecture)
+            build.compile_kernel(specialization, "step", architecture)
     assert len(list((own_cache / "kernels").iterdir())) == 4
 
 
@@ -99,16 +100,16 @@ def test_changed_sources_are_compiled_anew_and_their_errors_shown(
         target.mkdir(parents=True)
         for path in (build.SOURCE_DIR / folder).iterdir():
             (target / path.name).write_bytes(path.read_bytes())
-    build.compile(CONV, "step", "sm_80")
+    build.compile_kernel(CONV, "step", "sm_80")
     (tmp_path / "sources" / "causal_conv1d" / "channels.cuh").write_text("not C++")
     monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "sources")
     with pytest.raises(BuildError, match="channels.cuh"):
-        build.compile(CONV, "step", "sm_80")
+        build.compile_kernel(CONV, "step", "sm_80")
 
 
 def test_unknown_architectures_are_refused_with_the_list(own_cache: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'sm_75'.*sm_80, sm_86, sm_89, sm_90a"):
-        build.compile(CONV, "step", "sm_75")
+        build.compile_kernel(CONV, "step", "sm_75")
 
 
 def test_constants_that_need_more_shared_memory_than_an_architecture_has_are_refused(own_cache: Path) -> None:
@@ -116,9 +117,9 @@ def test_constants_that_need_more_shared_memory_than_an_architecture_has_are_ref
         head_dim=128, d_state=256, history=64, max_draft_len=7, activation_dtype="float32", dt_dtype="float32"
     )
     with pytest.raises(UnsupportedError, match="at most 101376 on sm_89"):
-        build.compile(large, "step", "sm_89")
+        build.compile_kernel(large, "step", "sm_89")
 
 
 def test_missing_cuda_packages_are_named_with_the_command_that_installs_them() -> None:
-    with pytest.raises(BackendError, match=r"pip install trtllm-replayssm\[cuda13\]"):
+    with pytest.raises(BackendError, match=re.escape(build.INSTALL)):
         build.cuda_module("no_such_package")

@@ -1,4 +1,4 @@
-"""The kernels' headers and their Python twins agree: parameter structs and the protocol's predicate."""
+"""The kernels' headers and their Python twins agree: parameter structs the protocol's predicates and limits."""
 
 import ctypes
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from tests.kernels.emulation import compile_host
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.params import CausalConv1dParams, Mamba2Params
+from trtllm_replayssm.plugins.loader import MAX_ROWS
+from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, CausalConv1dParams, Mamba2Params
 
 
 @pytest.mark.parametrize(
@@ -33,13 +34,26 @@ def test_params_have_the_layout_of_the_header(folder: str, struct: type[ctypes.S
         assert library.layout(2 * index + 1) == descriptor.size, field
 
 
-def test_the_headers_predicate_is_the_contracts_for_all_lengths(tmp_path: Path) -> None:
+def test_the_headers_constants_are_those_of_the_launches(tmp_path: Path) -> None:
+    source = tmp_path / "constants.cpp"
+    export = 'extern "C" __attribute__((visibility("default"))) int'
+    source.write_text(
+        '#include "causal_conv1d/params.h"\n#include "common/protocol.h"\n'
+        f"{export} longest_step_window() {{ return LONGEST_STEP_WINDOW; }}\n"
+        f"{export} max_rows() {{ return replay::MAX_ROWS; }}\n"
+    )
+    library = compile_host(tmp_path / "constants.so", source, {}, SOURCE_DIR)
+    assert library.longest_step_window() == LONGEST_STEP_WINDOW
+    assert library.max_rows() == MAX_ROWS
+
+
+def test_the_headers_predicates_are_the_contracts_for_all_lengths(tmp_path: Path) -> None:
     source = tmp_path / "protocol.cpp"
     export = 'extern "C" __attribute__((visibility("default"))) int'
     source.write_text(
         '#include "common/protocol.h"\n'
         f"{export} needs_flush(int c, int f, int w, int d) {{ return replay::needs_flush(c, f, w, d); }}\n"
-        f"{export} advance(int c, int f, int w, int d) {{ return replay::advance_checkpoint(c, f, w, d); }}\n"
+        f"{export} is_prefill(int s, int d) {{ return replay::is_prefill(s, d); }}\n"
         f"{export} row(int position, int rows) {{ return replay::ring_row(position, rows); }}\n"
     )
     library = compile_host(tmp_path / "protocol.so", source, {}, SOURCE_DIR)
@@ -49,8 +63,8 @@ def test_the_headers_predicate_is_the_contracts_for_all_lengths(tmp_path: Path) 
                 for pending in range(history + 1):
                     arguments = base + pending, base, history, draft
                     kwargs = {"history": history, "max_draft_len": draft}
-                    flushed = protocol.needs_flush(base + pending, base, **kwargs)
-                    _, folded = protocol.advance(base + pending, base, 0, **kwargs)
-                    assert library.needs_flush(*arguments) == flushed
-                    assert library.advance(*arguments) == folded
+                    assert library.needs_flush(*arguments) == protocol.needs_flush(base + pending, base, **kwargs)
+    for draft in range(16):
+        for seq_len in (*range(40), 2**31 - 1):
+            assert library.is_prefill(seq_len, draft) == protocol.is_prefill(seq_len, draft)
     assert all(library.row(t, rows) == t % rows for rows in range(1, 73) for t in (0, 1, rows - 1, rows, 2**31 - 1))

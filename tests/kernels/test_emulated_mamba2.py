@@ -77,6 +77,11 @@ def test_random_lives_of_slots_follow_the_recurrence(case: Mamba2Case) -> None:
     protocol_driver.drive(Mamba2Driver(case, num_slots=3, seed=5), 30)
 
 
+@by_small_case
+def test_a_draft_that_is_not_finite_reaches_no_earlier_output(case: Mamba2Case) -> None:
+    protocol_driver.assert_no_later_token_is_read(case)
+
+
 @by_role
 @by_small_case
 def test_results_do_not_depend_on_the_order_of_threads(

@@ -37,7 +37,7 @@ def arguments(driver: Mamba2Driver, rows: list[Row], seq_len: int) -> dict[str, 
 
 
 def call(case: Mamba2Case, tensors: dict[str, Tensor]) -> Tensor:
-    return launch.mamba2(**tensors, history=case.history, max_draft_len=case.max_draft_len)
+    return launch.mamba2(tensors, history=case.history, max_draft_len=case.max_draft_len)
 
 
 def in_mid_life(case: Mamba2Case) -> Mamba2Driver:
@@ -193,8 +193,10 @@ def test_the_convolution_repeats_captures_and_equals_the_cpu(seq_len: int, dtype
     x, weight, bias, *lengths = (t.to("cuda") for t in (packed, weight, bias, *lengths))
     x, device_ring = x[..., 5:], ring.to("cuda")
 
-    def run() -> Tensor:
-        return launch.causal_conv1d(x, weight, bias, device_ring, *lengths, activation="silu")
+    def run(**changes: Tensor) -> Tensor:
+        tensors = {"x": x, "weight": weight, "bias": bias, "conv_ring": device_ring}
+        tensors |= dict(zip(("past_lengths", "num_tokens", "slot_ids"), lengths, strict=True))
+        return launch.causal_conv1d(tensors | changes, activation="silu")
 
     eager = run()
     assert torch.equal(bits(device_ring), bits(expected_ring))
@@ -208,6 +210,6 @@ def test_the_convolution_repeats_captures_and_equals_the_cpu(seq_len: int, dtype
     assert torch.equal(bits(captured), bits(eager)) and torch.equal(bits(device_ring), bits(expected_ring))
     wrong = torch.zeros(slots, conv_dim, 11, dtype=dtype, device="cuda").transpose(1, 2)
     with pytest.raises(OpArgumentError, match="conv_ring"):
-        launch.causal_conv1d(x, weight, bias, wrong, *lengths, activation="silu")
+        run(conv_ring=wrong)
     with pytest.raises(OpArgumentError, match="x: found strides"):
-        launch.causal_conv1d(wrong.transpose(1, 2)[..., ::2], weight, bias, device_ring, *lengths, activation=None)
+        run(x=wrong.transpose(1, 2)[..., ::2])

@@ -29,10 +29,10 @@ def test_every_supported_head_has_a_tile_that_fits_in_registers() -> None:
         range(16, 129, 8), (32, 64, 128, 256), ("float32", "float16", "bfloat16")
     ):
         found = changed(head_dim=head_dim, d_state=d_state, state_dtype=state)
-        values_per_thread = head_dim * d_state / (32 * found.n_warps)
-        assert 1 <= found.n_warps <= 16 and values_per_thread <= 64 and values_per_thread % 1 == 0
+        values_per_thread = head_dim * d_state / (32 * found.num_warps)
+        assert 1 <= found.num_warps <= 16 and values_per_thread <= 64 and values_per_thread % 1 == 0
         for role in ROLES:
-            assert found.launch_shape(role).block_x == 32 * found.n_warps
+            assert found.launch_shape(role).block_x == 32 * found.num_warps
 
 
 @pytest.mark.parametrize(

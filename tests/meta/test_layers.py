@@ -1,14 +1,18 @@
-"""The import arrows point one way; files stay short; documents name files that exist."""
+"""The import arrows point one way, and what is imported is declared; files stay short."""
 
 import ast
 import re
-import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.meta.repository import ROOT, tracked
+from trtllm_replayssm import backend
+from trtllm_replayssm.plugins.build import INSTALL
+
 PACKAGE = "trtllm_replayssm"
 
 # Floors, lowest first. A file may import its own floor and those below.
@@ -27,7 +31,7 @@ FLOORS = {
 
 # The runtime meets the builders in two places only, so that a serving image with an engine needs neither
 # transformers nor onnx.
-DOORS_TO_BUILDERS = {"runtime/llm.py", "runtime/executors/torch_executor.py"}
+DOORS_TO_BUILDERS = {"runtime/opening.py", "runtime/executors/torch_executor.py"}
 
 MAX_LINES = 400
 
@@ -79,12 +83,54 @@ def test_runtime_meets_the_builders_at_two_doors_only() -> None:
 
 
 def test_one_module_imports_tensorrt() -> None:
-    importers = {
-        relative
-        for relative, path in product_files()
-        if re.search(r"^\s*(import|from) tensorrt", path.read_text(), re.MULTILINE)
-    }
-    assert importers <= {"backend.py"}
+    def imports_it(path: Path) -> bool:
+        names = {module for _, module in imported_modules(path)}
+        if names & {"importlib", "importlib.import_module"}:  # a name in a string may be imported, too
+            names |= {
+                str(node.value) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+            }
+        return any(re.fullmatch(r"tensorrt(_\w+)?(\.\w+)*", name) for name in names)
+
+    assert {relative for relative, path in product_files() if imports_it(path)} == {"backend.py"}
+
+
+def test_plugins_and_builders_are_imported_as_parts_of_the_package() -> None:
+    for path in tracked("*.py"):
+        for line, module in imported_modules(path):
+            top = module.split(".")[0]
+            assert top not in ("plugins", "builders"), f"{path}:{line} imports {module}; needed {PACKAGE}.{module}"
+
+
+# Import name -> what brings it.
+BROUGHT_BY = {"cuda": "cuda-core", "pydantic_core": "pydantic"}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared, extra = (
+        {re.split(r"[<>=]", requirement)[0] for requirement in requirements}
+        for requirements in (project["dependencies"], project["optional-dependencies"]["cuda13"])
+    )
+    roots = {module.split(".")[0] for _, path in product_files() for _, module in imported_modules(path)}
+    imported = {BROUGHT_BY.get(root, root) for root in roots - {*sys.stdlib_module_names, PACKAGE}}
+    assert imported <= declared | extra
+    assert declared - imported == {"onnxscript"}  # torch's ONNX exporter imports it
+
+
+def test_the_ranges_of_tensorrt_are_those_that_the_backend_accepts() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, name in (("tensorrt", "tensorrt"), ("rtx", "tensorrt_rtx")):
+        oldest = ".".join(map(str, backend._OLDEST[name]))
+        assert all(requirement.endswith(f">={oldest},<{backend._BELOW[name]}") for requirement in extras[extra]), (
+            extras[extra]
+        )
+
+
+def test_messages_name_the_packages_of_the_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    shown = {"tensorrt": backend._INSTALL["tensorrt"], "rtx": backend._INSTALL["tensorrt_rtx"], "cuda13": INSTALL}
+    for extra, command in shown.items():
+        assert command == "pip install " + " ".join(f"'{requirement}'" for requirement in extras[extra])
 
 
 @pytest.mark.parametrize("forbidden", ["torch", "tensorrt", "transformers", "onnx"])
@@ -95,13 +141,6 @@ def test_the_contract_floor_stands_alone(forbidden: str) -> None:
                 assert module.split(".")[0] != forbidden, f"{relative}:{line} imports {module}"
 
 
-def tracked(*patterns: str) -> list[Path]:
-    names = subprocess.run(
-        ["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return [ROOT / name for name in names]
-
-
 def test_files_stay_short() -> None:
     long = {
         str(path.relative_to(ROOT)): count
@@ -109,15 +148,3 @@ def test_files_stay_short() -> None:
         if path.exists() and (count := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert not long, f"over {MAX_LINES} lines: {long}"
-
-
-def test_documents_name_files_that_exist() -> None:
-    missing = []
-    for document in tracked("*.md"):
-        for name in re.findall(
-            r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|cu|cuh|h|cpp|toml|json|yaml))`", document.read_text()
-        ):
-            bases = (ROOT, document.parent, ROOT / PACKAGE)
-            if not any((base / name).exists() for base in bases):
-                missing.append(f"{document.relative_to(ROOT)}: {name}")
-    assert not missing, "\n".join(missing)

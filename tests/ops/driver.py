@@ -1,5 +1,6 @@
 """A driver of the protocol: pools full of NaN, any rows in any order, acceptance, commit, and the oracle beside it."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -278,6 +279,23 @@ def drive(driver: Mamba2Driver, num_steps: int, *, accept: str = "random") -> No
             rows.insert(int(rng.integers(0, len(rows) + 1)), Row(-1, int(rng.integers(0, seq_len + 1)), 0))
         driver.run(rows, seq_len)
     driver.assert_within_bounds()
+
+
+def assert_no_later_token_is_read(case: Mamba2Case, device: str = "cpu") -> None:
+    """Spoil one token of a window or a prompt: outputs before it keep every bit, its own is no longer finite."""
+    T = case.window
+    for seq_len, name, value in itertools.product((T, T + 9), Window._fields, (torch.nan, torch.inf)):
+        outputs, spoilt = [], seq_len // 2
+        for is_spoilt in (False, True):
+            driver = Mamba2Driver(case, device, num_slots=1, seed=4)
+            driver.run([Row(0, T, T)], T)
+            window = driver.make_window([seq_len], seq_len)
+            if is_spoilt:
+                getattr(window, name)[:, spoilt] = value
+            outputs.append(driver.call([Row(0, seq_len, 0)], window).cpu())
+        before, after = (bits(y[:, :spoilt]) for y in outputs)
+        assert torch.equal(before, after), f"{name} = {value} at token {spoilt} of {seq_len} reaches an earlier output"
+        assert not outputs[1][:, spoilt].isfinite().all(), f"{name} = {value} at token {spoilt} of {seq_len} is lost"
 
 
 def random_row(rng: np.random.Generator, slot: int, seq_len: int, accept: str) -> Row:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import DEVICE_CASES, FP32_CASES, Mamba2Case, on_devices
-from tests.ops.driver import Mamba2Driver, Row, bits, drive
+from tests.ops.driver import Mamba2Driver, Row, assert_no_later_token_is_read, bits, drive
 
 SPECULATIVE = (*FP32_CASES[1:3], *DEVICE_CASES[1:6])
 
@@ -35,6 +35,11 @@ def test_rejected_drafts_leave_no_trace(case: Mamba2Case, device: str) -> None:
             assert torch.equal(left, right), f"states differ after step {step}"
         if step % 7 == 0:
             drafting.poison_unused()
+
+
+@by_case
+def test_a_draft_that_is_not_finite_reaches_no_earlier_output(case: Mamba2Case, device: str) -> None:
+    assert_no_later_token_is_read(case, device)
 
 
 @by_case

@@ -6,6 +6,7 @@ import pytest
 
 from tests.cases import Mamba2Case
 from tests.ops.driver import Mamba2Driver, Row
+from tests.ops.test_conventional import ConventionalDriver
 
 CASE = Mamba2Case("square", 4, 8, 8, 2, 8, 3, "float32")
 T = CASE.window
@@ -79,15 +80,11 @@ def start_a_slot_without_resetting_it(driver: Mamba2Driver) -> None:
 
 
 def exchange_the_groups(driver: Mamba2Driver) -> None:
-    draw = driver.make_window
-    driver.call, call = (  # type: ignore[method-assign]
-        lambda rows, window: call(rows, window._replace(B=window.B.flip(2))),
-        driver.call,
-    )
-    assert draw([1], 1).B.size(2) > 1
+    call = driver.call
+    driver.call = lambda rows, window: call(rows, window._replace(B=window.B.flip(2)))  # type: ignore[method-assign]
 
 
-def forget_the_bias_of_dt(driver: Mamba2Driver) -> None:
+def halve_the_bias_of_dt(driver: Mamba2Driver) -> None:
     driver.sequences[0].dt_bias = driver.sequences[0].dt_bias * 0.5
 
 
@@ -102,13 +99,42 @@ FAULTS = (
     fold_a_row_twice,
     start_a_slot_without_resetting_it,
     exchange_the_groups,
-    forget_the_bias_of_dt,
+    halve_the_bias_of_dt,
 )
 
 
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_shows_in_the_outputs(plant: Callable[[Mamba2Driver], None]) -> None:
-    driver = Mamba2Driver(CASE, num_slots=2, seed=12)
+def transpose_the_snapshots(driver: Mamba2Driver) -> None:
+    snapshots = driver.pools["snapshots"]
+    snapshots.copy_(snapshots.transpose(-1, -2).clone())
+
+
+def take_the_snapshot_before(driver: Mamba2Driver) -> None:
+    snapshots = driver.pools["snapshots"]
+    snapshots.copy_(snapshots.roll(1, dims=1))
+
+
+def miss_the_writes_of_a_step(driver: Mamba2Driver) -> None:
+    kept = driver.pools["snapshots"].clone()
+    run_steps(driver, 1)
+    driver.pools["snapshots"].copy_(kept)
+
+
+CONVENTIONAL_FAULTS = (
+    transpose_the_snapshots,
+    take_the_snapshot_before,
+    miss_the_writes_of_a_step,
+    count_a_rejected_draft,
+    start_a_slot_without_resetting_it,
+    exchange_the_groups,
+    halve_the_bias_of_dt,
+)
+CASES = [(Mamba2Driver, fault) for fault in FAULTS] + [(ConventionalDriver, fault) for fault in CONVENTIONAL_FAULTS]
+by_driver = pytest.mark.parametrize("make", [Mamba2Driver, ConventionalDriver], ids=["replay", "conventional"])
+
+
+@pytest.mark.parametrize(("make", "plant"), CASES, ids=lambda value: value.__name__)
+def test_a_planted_fault_shows_in_the_outputs(make: type[Mamba2Driver], plant: Callable[[Mamba2Driver], None]) -> None:
+    driver = make(CASE, num_slots=2, seed=12)
     driver.run([Row(0, 20, 20)], 20)
     run_steps(driver, 4)
     driver.assert_within_bounds()
@@ -117,8 +143,9 @@ def test_a_planted_fault_shows_in_the_outputs(plant: Callable[[Mamba2Driver], No
     assert driver.exceeds_bounds(), f"{plant.__name__}: error only {driver.output_error:.1e}"
 
 
-def test_without_a_fault_the_same_run_stays_within_its_bounds() -> None:
-    driver = Mamba2Driver(CASE, num_slots=2, seed=12)
+@by_driver
+def test_without_a_fault_the_same_run_stays_within_its_bounds(make: type[Mamba2Driver]) -> None:
+    driver = make(CASE, num_slots=2, seed=12)
     driver.run([Row(0, 20, 20)], 20)
     run_steps(driver, 20)
     driver.assert_within_bounds()

@@ -9,6 +9,12 @@ from onnx import TensorProto, helper
 
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGIN_NAMESPACE, PluginIO
 from trtllm_replayssm.plugins import kernel_image
+from trtllm_replayssm.plugins.specialize import (
+    CausalConv1dSpecialization,
+    Mamba2Specialization,
+    Specialization,
+    constants_of,
+)
 
 ONNX_TYPES = {
     "float32": TensorProto.FLOAT,
@@ -20,15 +26,31 @@ ONNX_TYPES = {
 Shape = tuple[int | str, ...]
 
 
-def placeholder_image(*capabilities: int, grid_x: int = 4, shared: int = 0, cubin: bytes = b"not a cubin") -> bytes:
-    """Return a sound kernel image whose cubins no test loads into a device."""
-    return kernel_image.pack(
-        [
-            kernel_image.KernelEntry(role, f"replay_{role}", capability, False, grid_x, 128, shared, cubin)
-            for role in ("step", "prefill")
-            for capability in capabilities or (80, 89)
-        ]
+def specialization_of(io: PluginIO, dtype: str = "bfloat16", state_dtype: str = "float32") -> Specialization:
+    """Return what the kernels of ``conv_case`` or ``mamba2_case`` are compiled for."""
+    if io is CAUSAL_CONV1D:
+        return CausalConv1dSpecialization(conv_dim=24, d_conv=4, activation_dtype=dtype)  # type: ignore[arg-type]
+    return Mamba2Specialization(
+        n_heads=4,
+        head_dim=16,
+        d_state=32,
+        n_groups=2,
+        history=8,
+        max_draft_len=3,
+        activation_dtype=dtype,  # type: ignore[arg-type]
+        state_dtype=state_dtype,  # type: ignore[arg-type]
+        dt_dtype=dtype,  # type: ignore[arg-type]
     )
+
+
+def placeholder_image(specialization: Specialization, cubin: bytes = b"not a cubin") -> bytes:
+    """Return a sound kernel image whose cubins no test loads into a device."""
+    entries = [
+        kernel_image.KernelEntry(role, f"replay_{role}", capability, False, 4, 128, 0, cubin)
+        for role in ("step", "prefill")
+        for capability in (80, 89)
+    ]
+    return kernel_image.pack(constants_of(specialization), entries)
 
 
 @dataclass
@@ -79,7 +101,8 @@ def conv_case(dtype: str = "bfloat16", image: bytes | None = None) -> NodeCase:
         "slot_ids": ("B",),
     }
     dtypes = {name: dtype if name in ("x", "weight", "bias", "conv_ring") else "int32" for name in shapes}
-    return NodeCase(CAUSAL_CONV1D, shapes, dtypes, {"activation": 1, "kernels": image or placeholder_image()})
+    image = image or placeholder_image(specialization_of(CAUSAL_CONV1D, dtype))
+    return NodeCase(CAUSAL_CONV1D, shapes, dtypes, {"activation": 1, "kernels": image})
 
 
 def mamba2_case(dtype: str = "bfloat16", state_dtype: str = "float32", image: bytes | None = None) -> NodeCase:
@@ -104,11 +127,12 @@ def mamba2_case(dtype: str = "bfloat16", state_dtype: str = "float32", image: by
     dtypes = dict.fromkeys(shapes, "int32")
     dtypes |= dict.fromkeys(("x", "dt", "B", "C", "x_ring", "B_ring"), dtype)
     dtypes |= dict.fromkeys(("A", "D", "dt_bias", "dt_ring"), "float32") | {"ssm_state": state_dtype}
-    attributes = {"history": 8, "max_draft_len": 3, "kernels": image or placeholder_image()}
+    image = image or placeholder_image(specialization_of(MAMBA2, dtype, state_dtype))
+    attributes = {"history": 8, "max_draft_len": 3, "kernels": image}
     return NodeCase(MAMBA2, shapes, dtypes, attributes)
 
 
-def random_image(bytes_of_code: int) -> bytes:
+def random_image(io: PluginIO, bytes_of_code: int) -> bytes:
     """Return a sound image with that many bytes of noise for a cubin: every byte value travels."""
     noise = np.random.default_rng(0).integers(0, 256, bytes_of_code, dtype=np.uint8).tobytes()
-    return placeholder_image(cubin=noise)
+    return placeholder_image(specialization_of(io), noise)

@@ -8,12 +8,11 @@ from torch import Tensor
 from tests import tolerances
 from tests.cases import DTYPES, Mamba2Case
 from tests.harness.plugin_harness import Harness, HarnessPlugin, TensorDesc, shapes_of
-from tests.kernels.emulation import EMULATOR_DIR, PARAMS, compile_host
+from tests.kernels.emulation import compile_emulated
 from tests.ops.driver import Mamba2Driver, Row, Window, bits, int32
 from trtllm_replayssm import ops
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PluginIO
-from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.images import architecture_of, kernel_image
+from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
 from trtllm_replayssm.plugins.specialize import (
     ROLES,
@@ -21,6 +20,7 @@ from trtllm_replayssm.plugins.specialize import (
     Mamba2Specialization,
     Role,
     Specialization,
+    constants_of,
 )
 
 
@@ -70,18 +70,13 @@ def device_image(specialization: Specialization) -> bytes:
 
 def emulated_image(specialization: Specialization, folder: Path) -> bytes:
     """Compile the kernels for the CPU; the image holds their paths where cubins would be."""
-    return pack([_emulated_entry(specialization, role, folder) for role in ROLES])
+    return pack(constants_of(specialization), [_emulated_entry(specialization, role, folder) for role in ROLES])
 
 
 def _emulated_entry(specialization: Specialization, role: Role, folder: Path) -> KernelEntry:
     shape = specialization.launch_shape(role)
     output = folder / f"{shape.symbol}.so"
-    defines = specialization.defines(role) | {
-        "KERNEL_SOURCE": f'"{specialization.folder}/{role}.cu"',
-        "KERNEL_SYMBOL": shape.symbol,
-        "KERNEL_PARAMS": PARAMS[specialization.folder],
-    }
-    compile_host(output, EMULATOR_DIR / "driver.cpp", defines, EMULATOR_DIR, SOURCE_DIR)
+    compile_emulated(output, specialization, role)
     return KernelEntry(
         role, shape.symbol, 90, False, shape.grid_x, shape.block_x, shape.dynamic_shared_bytes, str(output).encode()
     )

@@ -7,8 +7,7 @@ import pytest
 
 from tests.plugins.plugin_networks import NodeCase, conv_case, mamba2_case, random_image
 from trtllm_replayssm import backend
-
-pytest.importorskip("tensorrt_rtx_bindings", reason="TensorRT for RTX is not installed")
+from trtllm_replayssm.contract.plugin_io import MAMBA2
 
 
 @dataclass
@@ -100,7 +99,7 @@ def test_tensorrt_sees_the_aliases(rtx: backend.Backend, case: NodeCase) -> None
 
 
 def test_the_kernels_travel_in_the_engine(rtx: backend.Backend) -> None:
-    image = random_image(300_000)
+    image = random_image(MAMBA2, 300_000)
     built = build(rtx, mamba2_case(image=image))
     assert built.plan is not None, built.problems
     assert image in built.plan
@@ -131,7 +130,7 @@ REFUSED = {
     "two_histories": (spoilt_by(attributes={"history": [8, 9]}), "field history: found 2 x int32; needed one int32"),
     "float_history": (spoilt_by(attributes={"history": 8.0}), "field history: found 1 x float32; needed one int32"),
     "short_history": (spoilt_by(attributes={"history": 3}), "field history: found 3 with max_draft_len = 3; needed"),
-    "no_image": (spoilt_by(attributes={"kernels": b"zeros" * 9}), "field kernels: found 45 bytes that are no kernel"),
+    "no_image": (spoilt_by(attributes={"kernels": b"zeros" * 99}), "field kernels: found 495 bytes that are no kernel"),
 }
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from tests.harness.recorded_run import Call, Launch, Recording, Scenario, run
 from tests.plugins.plugin_calls import INTS, right_tensors
-from tests.plugins.plugin_networks import placeholder_image
+from tests.plugins.plugin_networks import placeholder_image, specialization_of
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGINS, PluginIO
 from trtllm_replayssm.plugins import kernel_image
 from trtllm_replayssm.plugins.params import CausalConv1dParams, Mamba2Params
+from trtllm_replayssm.plugins.specialize import constants_of
 
 PARAMS: dict[str, type[ctypes.Structure]] = {
     CAUSAL_CONV1D.op_type: CausalConv1dParams,
@@ -23,6 +24,10 @@ every_plugin = pytest.mark.parametrize("io", PLUGINS, ids=lambda io: io.op_type)
 def entry(role: str, **changes: object) -> kernel_image.KernelEntry:
     base = kernel_image.KernelEntry(role, f"symbol_{role}", 90, False, 11, 160, 0, b"cubin")
     return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def image_of(io: PluginIO, *entries: kernel_image.KernelEntry) -> bytes:
+    return kernel_image.pack(constants_of(specialization_of(io)), entries)
 
 
 def addresses_of(io: PluginIO) -> list[int]:
@@ -41,7 +46,7 @@ def call_of(io: PluginIO, batch: int = 2, seq_len: int = 4, stream: int = 0, mov
 
 
 def scenario(io: PluginIO, *calls: Call, image: bytes | None = None, **changes: object) -> Scenario:
-    image = image or kernel_image.pack([entry("step"), entry("prefill", grid_x=7, block_x=64)])
+    image = image or image_of(io, entry("step"), entry("prefill", grid_x=7, block_x=64))
     size = ctypes.sizeof(PARAMS[io.op_type])
     return replace(Scenario(io.op_type, INTS[io.op_type], image, list(calls), size), **changes)  # type: ignore[arg-type]
 
@@ -149,7 +154,7 @@ def test_more_rows_than_a_grid_holds_are_refused(io: PluginIO) -> None:
 
 @every_plugin
 def test_much_shared_memory_is_asked_for_before_the_launch(io: PluginIO) -> None:
-    image = kernel_image.pack([entry("step", dynamic_shared_bytes=49153), entry("prefill", dynamic_shared_bytes=49152)])
+    image = image_of(io, entry("step", dynamic_shared_bytes=49153), entry("prefill", dynamic_shared_bytes=49152))
     recording = run(scenario(io, call_of(io, 2, 1), call_of(io, 2, 40), image=image))
     require_quiet(recording)
     assert recording.named("cuFuncSetAttribute") == ["8 49153"]
@@ -166,7 +171,7 @@ def test_the_kernel_for_the_device_is_chosen(io: PluginIO, device: int, chosen: 
         return [entry(role, **changes) for role in ("step", "prefill")]
 
     entries = [*both(80, False, "sm80"), *both(86, False, "sm86"), *both(90, False, "sm90"), *both(90, True, "exact")]
-    recording = run(scenario(io, call_of(io), image=kernel_image.pack(entries), compute_capability=device))
+    recording = run(scenario(io, call_of(io), image=image_of(io, *entries), compute_capability=device))
     if chosen is not None:
         require_quiet(recording)
         assert recording.named("cuModuleGetFunction") == [chosen, chosen]
@@ -216,7 +221,7 @@ def test_a_state_at_another_address_is_copied_first_and_warned_about_once(io: Pl
     ],
 )
 def test_a_driver_error_is_named_and_returned(io: PluginIO, call: str, named: str) -> None:
-    image = kernel_image.pack([entry(role, dynamic_shared_bytes=50000) for role in ("step", "prefill")])
+    image = image_of(io, *(entry(role, dynamic_shared_bytes=50000) for role in ("step", "prefill")))
     order = scenario(io, call_of(io, 2, 1, move=io.outputs[1:]), image=image, failing_call=call, attach=False)
     refusal = run(order).refusals[0]
     assert refusal is not None
@@ -232,7 +237,11 @@ def test_without_a_driver_enqueue_says_so(harness: object, io: PluginIO) -> None
     if torch.cuda.is_available():
         pytest.skip("this machine has a driver")
     assert isinstance(harness, Harness)
-    plugin = HarnessPlugin.of(harness, io, INTS[io.op_type], placeholder_image()).deserialized().attached()
+    plugin = (
+        HarnessPlugin.of(harness, io, INTS[io.op_type], placeholder_image(specialization_of(io)))
+        .deserialized()
+        .attached()
+    )
     inputs, outputs = shapes_of(io, right_tensors(io))
     with pytest.raises(PluginRefusedError, match=r"libcuda\.so\.1: .*; needed NVIDIA's driver"):
         plugin.enqueue(inputs, outputs, addresses_of(io))

@@ -10,14 +10,15 @@ from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D
 from trtllm_replayssm.errors import BuildError
 from trtllm_replayssm.plugins import kernel_image
 
-HEADER, RECORD = 16, 136
+HEADER, RECORD = 272, 136
 # Offsets of an entry's numbers from the entry's start.
 CAPABILITY, GRID, BLOCK, SHARED, CUBIN_OFFSET, CUBIN_BYTES = 96, 104, 108, 112, 120, 128
 
 
 def sound_image() -> bytes:
     return kernel_image.pack(
-        [kernel_image.KernelEntry(role, role, 80, False, 1, 32, 0, role.encode() * 9) for role in ("step", "prefill")]
+        "constants",
+        [kernel_image.KernelEntry(role, role, 80, False, 1, 32, 0, role.encode() * 9) for role in ("step", "prefill")],
     )
 
 
@@ -34,25 +35,25 @@ def read(harness: Harness, image: bytes) -> None:
 @pytest.mark.parametrize(
     ("image", "reason"),
     [
-        (b"RSSM", "field kernels: found 4 bytes; needed at least 16"),
-        (patched(0, "<B", 0), "that are no kernel image of version 1"),
-        (patched(8, "<I", 2), "that are no kernel image of version 1"),
+        (b"RSSM", "field kernels: found 4 bytes; needed at least 272"),
+        (patched(0, "<B", 0), "that are no kernel image of version 2"),
+        (patched(8, "<I", 1), "that are no kernel image of version 2"),
         (patched(12, "<I", 0), "found 0 entries"),
-        (patched(12, "<I", 3), "found 3 entries in 387 bytes; needed 1 or more, all inside"),
+        (patched(12, "<I", 3), "found 3 entries in 643 bytes; needed 1 or more, all inside"),
         (patched(12, "<I", 0xFFFFFFFF), "found 4294967295 entries"),
         (patched(HEADER, "<B", 0), "entry 0 of 2 is not sound: it has no role or no symbol"),
         (patched(HEADER + CAPABILITY, "<i", 0), "its compute capability is 0"),
         (patched(HEADER + GRID, "<i", 0), "its grid_x is 0"),
         (patched(HEADER + BLOCK, "<i", 1025), "its block_x is 1025"),
         (patched(HEADER + SHARED, "<i", -1), "its dynamic_shared_bytes is -1"),
-        (patched(HEADER + RECORD + CUBIN_BYTES, "<Q", 64), "entry 1 of 2 is not sound: its cubin of 64 bytes at 324"),
+        (patched(HEADER + RECORD + CUBIN_BYTES, "<Q", 64), "entry 1 of 2 is not sound: its cubin of 64 bytes at 580"),
         (patched(HEADER + CUBIN_BYTES, "<Q", 0), "its cubin of 0 bytes"),
         (patched(HEADER + CUBIN_OFFSET, "<Q", 0), "its cubin of 36 bytes at 0 is not inside"),
-        (patched(HEADER + CUBIN_OFFSET, "<Q", 2**64 - 8), "is not inside the image's 387 bytes"),
+        (patched(HEADER + CUBIN_OFFSET, "<Q", 2**64 - 8), "is not inside the image's 643 bytes"),
     ],
 )
 def test_an_unsound_image_is_refused_with_the_reason(harness: Harness, image: bytes, reason: str) -> None:
-    assert len(sound_image()) == 387
+    assert len(sound_image()) == 643
     with pytest.raises(PluginRefusedError, match=reason):
         read(harness, image)
 
@@ -60,7 +61,7 @@ def test_an_unsound_image_is_refused_with_the_reason(harness: Harness, image: by
 def test_two_kernels_for_one_role_and_architecture_are_refused(harness: Harness) -> None:
     entry = kernel_image.KernelEntry("step", "a", 80, False, 1, 32, 0, b"x")
     with pytest.raises(PluginRefusedError, match='entry 1 of 2 .* second one of role "step" for the same architecture'):
-        read(harness, kernel_image.pack([entry, entry]))
+        read(harness, kernel_image.pack("constants", [entry, entry]))
 
 
 def test_every_truncation_is_refused(harness: Harness) -> None:

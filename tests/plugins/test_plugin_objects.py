@@ -16,7 +16,7 @@ from tests.harness.plugin_harness import (
     shapes_of,
 )
 from tests.plugins.plugin_calls import INTS, right_tensors
-from tests.plugins.plugin_networks import placeholder_image, random_image
+from tests.plugins.plugin_networks import placeholder_image, random_image, specialization_of
 from trtllm_replayssm.contract.plugin_io import (
     CAUSAL_CONV1D,
     MAMBA2,
@@ -25,17 +25,18 @@ from trtllm_replayssm.contract.plugin_io import (
     PLUGINS,
     PluginIO,
 )
+from trtllm_replayssm.plugins.specialize import constants_of
 
 every_plugin = pytest.mark.parametrize("io", PLUGINS, ids=lambda io: io.op_type)
 
 
 def make(harness: Harness, io: PluginIO, **ints: int) -> HarnessPlugin:
-    return HarnessPlugin.of(harness, io, INTS[io.op_type] | ints, placeholder_image())
+    return HarnessPlugin.of(harness, io, INTS[io.op_type] | ints, placeholder_image(specialization_of(io)))
 
 
 def fields_of(io: PluginIO) -> list[Field]:
     ints = [Field(name, "int32", [value]) for name, value in INTS[io.op_type].items()]
-    return [*ints, Field("kernels", "int8", placeholder_image())]
+    return [*ints, Field("kernels", "int8", placeholder_image(specialization_of(io)))]
 
 
 def test_creators_are_those_of_the_contract_in_order(harness: Harness) -> None:
@@ -62,7 +63,7 @@ def test_outputs_and_aliases_are_those_of_the_contract(harness: Harness, io: Plu
 
 @every_plugin
 def test_fields_survive_serialisation_clone_and_attachment(harness: Harness, io: PluginIO) -> None:
-    image = random_image(100_003)
+    image = random_image(io, 100_003)
     built = HarnessPlugin.of(harness, io, INTS[io.op_type], image)
     stored = built.serialized()
     assert stored == [*fields_of(io)[:-1], Field("kernels", "int8", image)]
@@ -80,7 +81,7 @@ def test_ints_may_arrive_with_64_bits(harness: Harness, io: PluginIO) -> None:
 
 @every_plugin
 def test_equal_images_are_stored_once_in_memory(harness: Harness, io: PluginIO) -> None:
-    image = random_image(4 << 20)
+    image = random_image(io, 4 << 20)
     gc.collect()
     before = resident_bytes()
     plugins = [HarnessPlugin.of(harness, io, INTS[io.op_type], image) for _ in range(100)]
@@ -260,10 +261,38 @@ def test_every_activation_type_is_supported_in_the_linear_format_alone(
 def test_the_state_has_a_type_of_its_own(harness: Harness, state: str) -> None:
     tensors = right_tensors(MAMBA2)
     inputs, outputs = shapes_of(MAMBA2, tensors | {"ssm_state": TensorDesc((3, 4, 16, 32), state)})
-    plugin = make(harness, MAMBA2)
+    image = placeholder_image(specialization_of(MAMBA2, state_dtype=state))
+    plugin = HarnessPlugin.of(harness, MAMBA2, INTS[MAMBA2.op_type], image)
     assert all(plugin.supports(k, inputs, outputs) for k in range(len(inputs) + len(outputs)))
     assert plugin.output_types([desc.dtype for desc in inputs])[1] == state
     plugin.configure(inputs, outputs)
+
+
+OTHER_CONSTANTS = [
+    *(
+        (CAUSAL_CONV1D, name, value)
+        for name, value in (("conv_dim", 32), ("d_conv", 3), ("activation_dtype", "float16"))
+    ),
+    *((MAMBA2, name, value) for name, value in (("n_heads", 8), ("head_dim", 24), ("d_state", 64), ("n_groups", 1))),
+    *((MAMBA2, name, value) for name, value in (("history", 9), ("max_draft_len", 2))),
+    *((MAMBA2, name, value) for name, value in (("state_dtype", "bfloat16"), ("dt_dtype", "float32"))),
+]
+
+
+@pytest.mark.parametrize(
+    ("io", "name", "value"), OTHER_CONSTANTS, ids=lambda value: str(getattr(value, "op_type", value))
+)
+def test_kernels_compiled_for_other_constants_are_refused(
+    harness: Harness, io: PluginIO, name: str, value: int | str
+) -> None:
+    right = specialization_of(io)
+    other = replace(right, **{name: value})  # type: ignore[arg-type]
+    plugin = HarnessPlugin.of(harness, io, INTS[io.op_type], placeholder_image(other))
+    inputs, outputs = shapes_of(io, right_tensors(io))
+    needed = f'field kernels: found kernels compiled for "{constants_of(other)}"; needed "{constants_of(right)}"'
+    for check in (plugin.configure, plugin.on_shape_change):
+        with pytest.raises(PluginRefusedError, match=needed):
+            check(inputs, outputs)
 
 
 @every_plugin

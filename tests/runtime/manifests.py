@@ -38,7 +38,7 @@ def tiny_manifest(**changes: Any) -> Manifest:
             for io in PLUGINS
         ),
         "weights": "external",
-        "checkpoint": CheckpointRecord(config_sha256="0" * 64),
+        "checkpoint": CheckpointRecord(),
         "engine_sha256": hashlib.sha256(PLAN).hexdigest(),
         "engine_bytes": len(PLAN),
     }

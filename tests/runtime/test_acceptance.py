@@ -38,7 +38,7 @@ def test_each_row_keeps_its_own_matching_drafts_and_one_token_more() -> None:
 def test_a_prompt_piece_stays_whole_and_only_the_last_brings_a_token() -> None:
     rows = [RowPlan(make_request(), 3, (1, 2, 3), 0, is_sampled) for is_sampled in (False, True)]
     first, last = (
-        judge(StepPlan("prefill", (row,), first_slot=3, num_rows=1), one_hot_logits([[6]]))[0] for row in rows
+        judge(StepPlan("prompt", (row,), first_slot=3, num_rows=1), one_hot_logits([[6]]))[0] for row in rows
     )
     assert (first.num_accepted_tokens, first.new_token_ids) == (3, ())
     assert (last.num_accepted_tokens, last.new_token_ids) == (3, (6,))

@@ -1,8 +1,10 @@
 """The public face: what goes in, what comes out, what is refused before anything runs, and what is counted."""
 
+import re
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +151,7 @@ def test_generation_ends_at_max_seq_len(folder: Path) -> None:
         ([[5, 2.5]], RULES, "prompt 0: found 2.5 among its token ids"),
         ([[5, True]], RULES, "prompt 0: found True among its token ids"),
         ([None], RULES, "prompt 0: found NoneType"),
-        (7, RULES, "prompts: found int"),
+        (7, RULES, "inputs: found int"),
         ([5] * 64, RULES, r"prompt 0: found 64 tokens; needed at most max_input_len \(63\)"),
         ([[5], [6]], [RULES], "sampling_params: found 1 for 2 prompts"),
         ([[5]], RULES.model_copy(update={"stop_token_ids": (400,)}), "stop or end token id 400"),
@@ -224,12 +226,19 @@ def test_an_engine_folder_without_weights_takes_them_from_a_checkpoint(
     [
         ({"executor": "onnx"}, ConfigError, "executor: found 'onnx'"),
         ({"executor": "tensorrt"}, ManifestError, "trtllm-replayssm build"),
-        ({"executor": "tensorrt", "replay": ReplayConfig(enabled=False)}, UnsupportedError, "executor='torch'"),
+        ({"executor": "tensorrt", "replay": ReplayConfig(enabled=False)}, UnsupportedError, "--executor torch"),
         ({"device": "tpu"}, ConfigError, "device: found 'tpu'"),
         ({"device": "mps"}, ConfigError, "device: found 'mps'"),
+        ({"device": None}, ConfigError, "device: found 'None'"),
         ({"device": "cuda:99"}, ConfigError, "device: found 'cuda:99'"),
         ({"dtype": "float8"}, ConfigError, "float8"),
+        ({"dtype": torch.float16}, ConfigError, "dtype: found torch.float16; needed a valid string"),
         ({"checkpoint_dir": "x"}, ConfigError, "checkpoint_dir: found x"),
+        ({"checkpoint_dir": 3}, ConfigError, "checkpoint_dir: found int; needed the path"),
+        ({"max_batch_size": "3"}, ConfigError, "max_batch_size: found '3'; needed a valid integer"),
+        ({"replay": {"history": 4}}, ConfigError, "replay: found {'history': 4}; needed an instance of ReplayConfig"),
+        ({"speculative_config": {}}, ConfigError, "speculative_config: found dict; needed NGramDecodingConfig"),
+        ({"drafter": 3}, ConfigError, "drafter: found int; needed an object with max_draft_len, begin"),
         ({"max_batch_size": 10**7, "max_seq_len": 10**6}, CapacityError, "needed .* GiB of states"),
         ({"replay": ReplayConfig(history=2), "speculative_config": NGramDecodingConfig()}, ConfigError, "history: f"),
     ],
@@ -243,14 +252,73 @@ def test_an_impossible_option_is_refused_with_a_way_out(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no CUDA device")
 def test_tensorrt_without_a_gpu_is_an_error_that_names_the_torch_executor(engine: Path) -> None:
-    with pytest.raises(BackendError, match="Use executor='torch'"):
+    with pytest.raises(BackendError, match="Use the torch executor"):
         LLM(engine, executor="tensorrt")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says why the engine cannot run where there is no CUDA device")
+def test_an_engine_that_cannot_run_here_is_replaced_with_one_line_that_says_why(
+    engine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert LLM(engine).executor == "torch"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.name.startswith("trtllm_replayssm.")
+    assert re.search(
+        r"engine: engine not run, torch modules on cpu instead.*no CUDA device; needed a GPU of .* 8\.0, 8\.9",
+        record.message,
+    )
+    assert "\n" not in record.message
+    caplog.clear()
+    # Who asks for the CPU, or for the conventional decode, knows that no engine will run.
+    for options in ({"device": "cpu"}, {"replay": ReplayConfig(history=8, enabled=False)}, {"executor": "torch"}):
+        assert LLM(engine, **options).executor == "torch"
+    assert not caplog.records
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_fault_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(b"{" if file.name == "tokenizer.json" else file.read_bytes())
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: found no readable tokenizer"):
+        LLM(tmp_path, device="cpu")
 
 
 def test_what_is_no_model_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match="Check the path|no config.json"):
+        with pytest.raises(CheckpointError, match="Check the path.( \\[K001\\])?$|no config.json"):
             LLM(path)
+    with pytest.raises(ConfigError, match="model: found NoneType; needed the path of a folder"):
+        LLM(None)  # type: ignore[arg-type]
+
+
+def test_a_name_of_the_hub_is_not_downloaded_and_the_message_says_how_to() -> None:
+    with pytest.raises(CheckpointError, match="Run `hf download nvidia/Some-Model-9B-v2 --local-dir DIR`"):
+        LLM("nvidia/Some-Model-9B-v2")
+
+
+def test_an_llm_closes_itself_and_is_not_used_again(folder: Path) -> None:
+    with LLM(folder, device="cpu", max_seq_len=32) as llm:
+        assert repr(llm) == (
+            f"LLM({str(folder)!r}, executor='torch', device='cpu', dtype='float32', max_batch_size=8, max_seq_len=32)"
+        )
+        assert token_ids(llm, "same")
+    llm.close()
+    assert repr(llm).endswith(", closed)")
+    before = llm.metrics()
+    with pytest.raises(RequestError, match="found an LLM that was closed"):
+        llm.generate("same", RULES)
+    assert llm.metrics() == before
+
+
+def test_a_notebook_shows_the_progress_bar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate([5], RULES)
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    llm.generate([5], RULES)
+    assert "1/1" in capsys.readouterr().err
+    llm.generate([5], RULES, use_tqdm=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_model_opens_without_transformers_onnx_or_tensorrt(folder: Path) -> None:
@@ -268,11 +336,6 @@ def test_a_model_opens_without_transformers_onnx_or_tensorrt(folder: Path) -> No
     assert done.stdout.strip() == "3"
 
 
-def test_the_package_imports_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import trtllm_replayssm as t; t.SamplingParams(); t.ReplayConfig()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 def test_metrics_count_tokens_steps_and_flushes_of_a_plain_run(folder: Path) -> None:
     llm = LLM(folder, device="cpu", max_num_tokens=8, replay=ReplayConfig(history=4))
     llm.generate([list(range(5, 25))], RULES.model_copy(update={"max_tokens": 10}))
@@ -281,7 +344,7 @@ def test_metrics_count_tokens_steps_and_flushes_of_a_plain_run(folder: Path) -> 
     # Pieces of 8, 8 and 4 tokens fold all; then nine windows of one token: c - f is 0 1 2 3 | 4 -> 1 2 3 | 4 -> 1 ...
     pending = [0, 1, 2, 3, 4, 1, 2, 3, 4]
     flushes = 2
-    assert (counted["num_prefill_steps"], counted["num_decode_steps"]) == (3, 9)
+    assert (counted["num_prompt_steps"], counted["num_decode_steps"]) == (3, 9)
     assert (counted["num_prompt_tokens"], counted["num_generated_tokens"], counted["num_requests"]) == (20, 10, 1)
     assert counted["num_flushes"] == flushes
     assert counted["state_bytes_read"] == (2 + 9) * state + sum(pending) * row
@@ -289,7 +352,9 @@ def test_metrics_count_tokens_steps_and_flushes_of_a_plain_run(folder: Path) -> 
     assert counted["conventional_state_bytes_read"] == (2 + 9) * state
     assert counted["conventional_state_bytes_written"] == (3 + 9) * state
     assert counted["wall_time_s"] > 0 and counted["tokens_per_s"] > 0
-    assert counted["acceptance_rate"] == 0.0
+    assert counted["acceptance_rate"] is None
+    llm.reset_metrics()
+    assert set(llm.metrics().values()) == {0, None}
 
 
 def test_a_pattern_that_repeats_is_drafted_and_saves_steps(folder: Path) -> None:
@@ -297,7 +362,8 @@ def test_a_pattern_that_repeats_is_drafted_and_saves_steps(folder: Path) -> None
     llm.generate([[7, 8, 9] * 6], RULES)
     counted = llm.metrics()
     assert counted["num_draft_tokens"] > 0
-    assert counted["num_decode_rows"] + counted["num_accepted_draft_tokens"] + 1 == counted["num_generated_tokens"]
+    assert counted["acceptance_rate"] == counted["num_accepted_drafts"] / counted["num_draft_tokens"]
+    assert counted["num_decode_rows"] + counted["num_accepted_drafts"] + 1 == counted["num_generated_tokens"]
 
 
 def test_a_drafter_that_proposes_nonsense_is_refused(folder: Path) -> None:

@@ -1,13 +1,15 @@
 """``trtllm-replayssm run``: prompts from options and files, text and JSON out, exit code 2 for mistakes."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.tiny_models import make_nemotron_h
-from trtllm_replayssm import LLM, SamplingParams
+from trtllm_replayssm import LLM, ReplayConfig, SamplingParams
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.cli.run import read_prompts
 from trtllm_replayssm.errors import RequestError
@@ -30,7 +32,22 @@ def test_text_is_printed_for_each_prompt(folder: Path, capsys: pytest.CaptureFix
         ["one", "two"], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     )
     for number, output in enumerate(expected):
-        assert f"--- prompt {number}: {output.prompt}\n{output.outputs[0].text}\n" in printed
+        assert (
+            f"--- prompt {number}\n{output.prompt}\n"
+            f"--- completion {number}, 5 tokens, finish_reason length\n{output.outputs[0].text}\n"
+        ) in printed
+
+
+def test_token_ids_are_told_from_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = make_nemotron_h(tmp_path / "hf", pattern="M*M")
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt_token_ids": [4, 5]}\n')
+    assert run(bare, "--input_file", str(lines), "--max_tokens", "2", "--ignore_eos", "--metrics") == 0
+    printed = capsys.readouterr().out
+    assert re.match(
+        r"--- prompt 0, token ids\n4 5\n--- completion 0, token ids, 2 tokens, finish_reason length\n\d+ \d+\n", printed
+    )
+    assert re.search(r"executor +torch\ndevice +cpu\n", printed)
 
 
 def test_json_holds_outputs_and_metrics_and_speculation_changes_nothing(
@@ -42,10 +59,30 @@ def test_json_holds_outputs_and_metrics_and_speculation_changes_nothing(
         assert run(folder, *common, *options) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["metrics"]["num_generated_tokens"] == 20
+        assert (result["executor"], result["device"]) == ("torch", "cpu")
         (output,) = result["outputs"]
         assert (output["prompt"], output["finished"]) == ("abcabcabc", True)
         texts.append(output["outputs"][0]["token_ids"])
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_options_reach_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Recorder(LLM):
+        def __init__(self, model: Path, **options: Any) -> None:
+            seen.append(options)
+            super().__init__(model, **options)
+
+    monkeypatch.setattr("trtllm_replayssm.runtime.llm.LLM", Recorder)
+    options = ["--state_dtype", "bfloat16", "--max_num_tokens", "3", "--history", "4"]
+    for arguments in ([], options):
+        assert run(folder, "--prompt", "abc", "--max_tokens", "2", *arguments) == 0
+    assert [options["max_num_tokens"] for options in seen] == [None, 3]
+    assert seen[0]["replay"].model_fields_set == set()  # what was left open, an engine may fill in
+    assert seen[1]["replay"] == ReplayConfig(history=4, state_dtype="bfloat16")
 
 
 def test_prompts_come_from_files(tmp_path: Path) -> None:
@@ -86,12 +123,14 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
         (["--prompt", "a" * 70], "max_input_len (63)"),
         (["--prompt", "a", "--max_tokens", "0"], "max_tokens: found 0"),
         (["--prompt", "a", "--temperature", "-1"], "temperature: found -1.0"),
-        (["--prompt", "a", "--speculative", "mtp"], "speculative: found 'mtp'"),
-        (["--prompt", "a", "--speculative", "guess"], "speculative: found 'guess'"),
-        (["--prompt", "a", "--max_draft_len", "2"], "without --speculative"),
+        (["--prompt", "a", "--speculative", "mtp"], "'mtp' is not one of 'ngram'"),
+        (["--prompt", "a", "--speculative", "guess"], "'--speculative': 'guess' is not one of 'ngram'. Try --help."),
+        (["--prompt", "a", "--max_draft_len", "2"], "without --speculative; needed both or neither. [C001]"),
         (["--prompt", "a", "--speculative", "ngram", "--history", "2"], "history: found 2 with max_draft_len=4"),
         (["--prompt", "a", "--executor", "tensorrt"], "found no engine"),
         (["--prompt", "a", "--max_batch_size", "0"], "max_batch_size: found 0"),
+        (["--prompt", "a", "--max_num_tokens", "0"], "max_num_tokens"),
+        (["--prompt", "a", "--state_dtype", "int8"], "'--state_dtype': 'int8' is not one of"),
         (["--prompt", "a", "--unknown", "0"], "--unknown"),
     ],
 )

@@ -46,7 +46,7 @@ def request_of(request_id: int, length: int, max_tokens: int = 3) -> Request:
 
 def test_prompts_run_first_and_then_all_decode_together() -> None:
     plans = Desk(4, 100).run(*(request_of(i, 5) for i in range(3)))
-    assert [plan.kind for plan in plans] == ["prefill"] * 3 + ["decode"] * 2
+    assert [plan.kind for plan in plans] == ["prompt"] * 3 + ["decode"] * 2
     assert [plan.first_slot for plan in plans[:3]] == [0, 1, 2]
     assert all(plan.num_rows == 3 and len(plan.rows) == 3 for plan in plans[3:])
 
@@ -59,7 +59,7 @@ def test_a_long_prompt_runs_in_pieces_and_only_the_last_is_sampled() -> None:
 
 def test_decoding_requests_get_a_step_between_two_pieces_of_a_prompt() -> None:
     plans = Desk(2, 4).run(request_of(0, 2, max_tokens=9), request_of(1, 12, max_tokens=1))
-    assert [plan.kind for plan in plans[:6]] == ["prefill", "prefill", "decode", "prefill", "decode", "prefill"]
+    assert [plan.kind for plan in plans[:6]] == ["prompt", "prompt", "decode", "prompt", "decode", "prompt"]
     parked = plans[2]
     assert [row.slot for row in parked.rows] == [0], "the request within its prompt does not run"
 
@@ -67,7 +67,7 @@ def test_decoding_requests_get_a_step_between_two_pieces_of_a_prompt() -> None:
 def test_requests_beyond_the_slots_wait_in_order_and_take_freed_slots() -> None:
     requests = [request_of(i, 3, max_tokens=1 + i % 3) for i in range(7)]
     plans = Desk(2, 100).run(*requests)
-    started = [plan.rows[0].request.request_id for plan in plans if plan.kind == "prefill"]
+    started = [plan.rows[0].request.request_id for plan in plans if plan.kind == "prompt"]
     assert started == list(range(7))
     assert all(len(plan.rows) <= 2 for plan in plans)
     assert [len(request.token_ids) for request in requests] == [1 + i % 3 for i in range(7)]

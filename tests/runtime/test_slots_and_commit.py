@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.runtime.helpers import decode_plan, decoding_request, make_request
 from trtllm_replayssm.contract.geometry import ReplayGeometry
-from trtllm_replayssm.errors import CapacityError
 from trtllm_replayssm.runtime.commit import commit
 from trtllm_replayssm.runtime.inputs import build_inputs
 from trtllm_replayssm.runtime.slots import Slots
@@ -24,16 +23,18 @@ def test_the_lowest_free_slot_is_taken_and_its_counters_start_at_zero() -> None:
     slots.checkpoint_lengths[:] = 5
     slots.release(2)
     slots.release(0)
-    assert slots.end == 2
     assert slots.acquire() == 0
     assert (slots.past_lengths.tolist(), slots.checkpoint_lengths.tolist()) == ([0, 9, 9], [0, 5, 5])
 
 
-def test_no_free_slot_is_an_error_with_the_numbers() -> None:
+def test_a_slot_that_nobody_has_is_neither_given_nor_given_back() -> None:
     slots = Slots(1)
     slots.acquire()
-    with pytest.raises(CapacityError, match="none free of 1"):
+    with pytest.raises(AssertionError, match="only while one is free"):
         slots.acquire()
+    slots.release(0)
+    with pytest.raises(AssertionError, match="given back twice"):
+        slots.release(0)
 
 
 @given(st.lists(st.booleans(), max_size=60))
@@ -47,7 +48,6 @@ def test_no_slot_is_ever_owned_twice(takes: list[bool]) -> None:
         elif owned:
             slots.release(owned.pop())
         assert slots.num_free == 5 - len(owned)
-        assert slots.end == max(owned, default=-1) + 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,7 +76,7 @@ def test_a_window_longer_than_a_verification_folds_everything() -> None:
     slot = slots.acquire()
     for length, expected in ((3, (3, 0)), (4, (7, 7)), (1, (8, 7))):
         row = RowPlan(make_request(), slot, tuple(range(length)), num_drafts=0, is_sampled=False)
-        commit(StepPlan("prefill", (row,), slot, 1), [Verdict(length, (), ())], slots, replay)
+        commit(StepPlan("prompt", (row,), slot, 1), [Verdict(length, (), ())], slots, replay)
         assert (slots.past_lengths[slot], slots.checkpoint_lengths[slot]) == expected
 
 
@@ -103,7 +103,7 @@ def test_a_prompt_piece_is_one_row_that_stands_for_its_slot() -> None:
         slots.acquire()
     slots.past_lengths[:] = [10, 20, 30, 40]
     row = RowPlan(make_request(), 2, (5, 6, 7), num_drafts=0, is_sampled=True)
-    inputs = build_inputs(StepPlan("prefill", (row,), first_slot=2, num_rows=1), slots, CPU)
+    inputs = build_inputs(StepPlan("prompt", (row,), first_slot=2, num_rows=1), slots, CPU)
     assert inputs.input_ids.tolist() == [[5, 6, 7]]
     assert inputs.past_lengths.tolist() == [30]
     assert inputs.slot_ids.tolist() == [2]

@@ -11,22 +11,27 @@ import math
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests.builders.tiny_geometry import random_weights, tiny_geometry
 from tests.runtime.helpers import GREEDY, make_request
 from tests.runtime.manifests import PLAN, tiny_manifest
-from trtllm_replayssm import NGramDecodingConfig
+from trtllm_replayssm import NGramDecodingConfig, backend
+from trtllm_replayssm.builders.layers.attention import Attention
+from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import CheckpointRecord, Manifest, PluginRecord
 from trtllm_replayssm.contract.tensors import state_specs, step_specs
-from trtllm_replayssm.errors import BackendError, ManifestError
+from trtllm_replayssm.errors import BackendError, CheckpointError, ManifestError
+from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.executors import bindings, gate, tensorrt_executor
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
@@ -83,19 +88,28 @@ def test_weights_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
         gate.check_weights(path, tiny_manifest())
     path.write_bytes(header + b"values")
     gate.check_weights(path, tiny_manifest())
-    for sha256, is_same in ((hashlib.sha256(header).hexdigest(), True), ("1" * 64, False)):
-        manifest = tiny_manifest(checkpoint=CheckpointRecord(config_sha256="0", header_sha256=sha256))
-        if is_same:
-            gate.check_weights(path, manifest)
-        else:
-            with pytest.raises(ManifestError, match=r"checkpoint\.header_sha256"):
-                gate.check_weights(path, manifest)
+    sha256, num_bytes = hashlib.sha256(header).hexdigest(), path.stat().st_size
+    gate.check_weights(path, tiny_manifest(checkpoint=CheckpointRecord(header_sha256=sha256, weights_bytes=num_bytes)))
+    for record, named in (
+        (CheckpointRecord(header_sha256="1" * 64, weights_bytes=num_bytes), r"checkpoint\.header_sha256: found "),
+        (
+            CheckpointRecord(header_sha256=sha256, weights_bytes=num_bytes + 1),
+            r"checkpoint\.weights_bytes: found 16, n",
+        ),
+    ):
+        with pytest.raises(ManifestError, match=named):
+            gate.check_weights(path, tiny_manifest(checkpoint=record))
+    path.write_bytes(header[:-1])
+    with pytest.raises(CheckpointError, match="found a safetensors header of 2 bytes; needed at most 1"):
+        gate.check_weights(path, tiny_manifest())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no CUDA device")
 def test_without_a_gpu_the_executor_says_what_is_missing_and_what_to_use_instead(tmp_path: Path) -> None:
-    assert not tensorrt_executor.is_usable(tiny_manifest())
-    with pytest.raises(BackendError, match=r"no CUDA device; needed a GPU of compute capability 8\.0, 8\.9.*'torch'"):
+    assert "no CUDA device" in str(tensorrt_executor.obstacle(tiny_manifest(), torch.device("cuda")))
+    with pytest.raises(
+        BackendError, match=r"no CUDA device; needed a GPU of compute capability 8\.0, 8\.9.*--executor torch"
+    ):
         tensorrt_executor.TensorRTExecutor(tmp_path, tiny_manifest(), torch.device("cuda"))
     with pytest.raises(BackendError, match=r"device cpu; needed a GPU"):
         tensorrt_executor.TensorRTExecutor(tmp_path, tiny_manifest(), CPU)
@@ -113,7 +127,7 @@ def test_the_executor_imports_without_transformers_onnx_or_the_builders() -> Non
 
 
 def test_tensorrt_has_every_method_that_the_executor_calls() -> None:
-    trt = pytest.importorskip("tensorrt_rtx_bindings")
+    trt = backend.load("tensorrt_rtx").trt
     engine = ("num_io_tensors", "get_tensor_name", "get_tensor_dtype", "get_tensor_shape", "get_aliased_input_tensor")
     context = ("set_optimization_profile_async", "set_input_shape", "set_tensor_address", "execute_async_v3")
     assert all(hasattr(trt.ICudaEngine, name) for name in (*engine, "create_execution_context"))
@@ -148,8 +162,9 @@ class EngineStandIn:
 class ContextStandIn:
     """TensorRT's context of one profile: addresses and shapes in, a step of the model on the memory behind them."""
 
-    def __init__(self, manifest: Manifest, profile: int) -> None:
+    def __init__(self, manifest: Manifest, profile: int, left_in_caches: float) -> None:
         self.manifest = manifest
+        self.left_in_caches = left_in_caches
         self.profile = manifest.profiles[profile]
         self.records = {record.name: record for record in manifest.tensors}
         self.addresses: dict[str, int] = {}
@@ -190,12 +205,18 @@ class ContextStandIn:
         self, input_ids: torch.Tensor, past_lengths: torch.Tensor, states: tuple[torch.Tensor, ...], names: list[str]
     ) -> None:
         # TensorRT writes S cache rows at past_lengths for every row of the batch, padding included. The module then
-        # writes the valid ones; what it leaves stays poisoned.
+        # writes the valid ones; the rest keeps what is left in the caches here, by default poison.
         for name, cache in zip(names, states, strict=True):
             if name.startswith(("key_cache", "value_cache")):
                 for row, past in enumerate(past_lengths.tolist()):
                     assert past + input_ids.shape[1] <= cache.shape[2], "a window reaches beyond the cache"
-                    cache[row, :, past : past + input_ids.shape[1]] = float("nan")
+                    cache[row, :, past : past + input_ids.shape[1]] = self.left_in_caches
+
+
+def poisoned(states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    for state in states:
+        state.fill_(float("nan"))
+    return states
 
 
 class StandInExecutor:
@@ -205,17 +226,20 @@ class StandInExecutor:
     is_conventional = False
     device = CPU
 
-    def __init__(self, manifest: Manifest, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        weights: dict[str, torch.Tensor],
+        states: Sequence[torch.Tensor] | None = None,
+        left_in_caches: float = float("nan"),
+    ) -> None:
         self.geometry, self.replay, self.limits = manifest.geometry, manifest.replay, manifest.limits
         self.kinds: list[str] = []
         specs = state_specs(self.geometry, self.replay, self.limits)
-        states = [
-            torch.full([self.limits.max_batch_size if dim == "B" else int(dim) for dim in spec.shape], float("nan"))
-            for spec in specs
-        ]
+        states = states or poisoned(pools.allocate(specs, self.limits, CPU))
         logits = torch.empty(self.limits.max_batch_size * self.replay.window * self.geometry.vocab_size)
         self.bindings = bindings.Bindings(manifest, states, weights, logits)
-        self.contexts = [ContextStandIn(manifest, index) for index in range(2)]
+        self.contexts = [ContextStandIn(manifest, index, left_in_caches) for index in range(2)]
         for context in self.contexts:
             self.bindings.bind_fixed(context)
 
@@ -264,6 +288,31 @@ def test_generation_through_the_bindings_equals_the_torch_executor(geometry: Mod
     assert set(executor.kinds) == {"decode", "prefill"}
 
 
+def test_attention_that_weighs_masked_rows_meets_no_garbage_in_new_caches(
+    geometry: ModelGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As TensorRT's attention does: the model's own leaves unwritten rows out.
+    def attend(
+        self: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        keys, values = key[:, :, : step.key_length], value[:, :, : step.key_length]
+        return scaled_dot_product_attention(
+            query, keys, values, attn_mask=step.attention_mask, scale=self.scale, enable_gqa=True
+        )
+
+    replay = ReplayGeometry(history=8, max_draft_len=2)
+    limits = EngineLimits(max_batch_size=3, max_input_len=60, max_seq_len=64, max_num_tokens=11)
+    weights = random_weights(geometry)
+    prompts = [[5], list(range(3, 50)), [9, 4] * 6, [7, 8]]
+    expected = generate(TorchExecutor(geometry, replay, limits, lambda _: weights, CPU), prompts, 2)
+    allocate = pools.allocate
+    monkeypatch.setattr(pools, "allocate", lambda *arguments: poisoned(allocate(*arguments)))
+    monkeypatch.setattr(Attention, "_attend", attend)
+    states = tensorrt_executor.allocate_states(state_specs(geometry, replay, limits), limits, CPU)
+    manifest = tiny_manifest(geometry=geometry, replay=replay, limits=limits)
+    assert generate(StandInExecutor(manifest, weights, states, left_in_caches=1.0), prompts, 2) == expected
+
+
 def test_an_engine_whose_tensors_are_not_the_manifests_is_refused() -> None:
     manifest = tiny_manifest()
     bindings.check_engine(EngineStandIn(manifest), manifest)
@@ -283,7 +332,7 @@ def test_a_state_that_shares_memory_with_another_input_is_refused() -> None:
     engine.aliases["present_ssm_state_0"] = None
     bindings.check_engine(engine, manifest)
     engine.aliases["present_ssm_state_0"] = "past_ssm_state_3"
-    with pytest.raises(BackendError, match="present_ssm_state_0 aliases past_ssm_state_3"):
+    with pytest.raises(BackendError, match="present_ssm_state_0: found an alias of past_ssm_state_3"):
         bindings.check_engine(engine, manifest)
 
 

@@ -1,32 +1,14 @@
 """``trtllm-replayssm build``: rank checkpoint -> engine folder."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-class BackendOption(StrEnum):
-    """The two kinds of TensorRT."""
-
-    TENSORRT = "tensorrt"
-    TENSORRT_RTX = "tensorrt_rtx"
-
-
-class WeightsOption(StrEnum):
-    """Where an engine's weights are."""
-
-    EXTERNAL = "external"
-    EMBEDDED = "embedded"
-
-
-class StateOption(StrEnum):
-    """Types of the recurrent state in memory."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
+from trtllm_replayssm.contract import defaults
+from trtllm_replayssm.contract.capability import capability_text
+from trtllm_replayssm.contract.geometry import StateDtype
+from trtllm_replayssm.contract.manifest import BackendName, WeightsMode
 
 
 def command(
@@ -36,31 +18,54 @@ def command(
     ],
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Engine folder to write: new or empty.")],
     backend: Annotated[
-        BackendOption | None, typer.Option("--backend", help="Which TensorRT; by default the first that is installed.")
+        BackendName | None,
+        typer.Option(
+            "--backend", metavar="<name>", help="tensorrt or tensorrt_rtx; by default the first that is installed."
+        ),
     ] = None,
-    max_batch_size: Annotated[int, typer.Option("--max_batch_size", help="Slots: requests decoded together.")] = 8,
-    max_input_len: Annotated[int, typer.Option("--max_input_len", help="Tokens of the longest prompt.")] = 1024,
+    max_batch_size: Annotated[
+        int, typer.Option("--max_batch_size", help="Slots: requests decoded together.")
+    ] = defaults.MAX_BATCH_SIZE,
+    max_input_len: Annotated[
+        int, typer.Option("--max_input_len", help="Tokens of the longest prompt.")
+    ] = defaults.MAX_INPUT_LEN,
     max_seq_len: Annotated[
         int | None,
-        typer.Option("--max_seq_len", help="Tokens of prompt and generation; by default max_input_len + 1024."),
+        typer.Option(
+            "--max_seq_len",
+            help=f"Tokens of prompt and generation; by default max_input_len + {defaults.MAX_NEW_TOKENS}.",
+        ),
     ] = None,
     max_num_tokens: Annotated[
         int | None,
-        typer.Option("--max_num_tokens", help="Tokens of the longest prefill window; longer prompts run in several."),
+        typer.Option(
+            "--max_num_tokens",
+            help="Tokens of the longest prefill window; longer prompts run in several. By default max_input_len, at "
+            f"most {defaults.MAX_NUM_TOKENS}.",
+        ),
     ] = None,
     max_draft_len: Annotated[int, typer.Option("--max_draft_len", help="Most draft tokens of a step.")] = 0,
     history: Annotated[
         int, typer.Option("--history", help="Most pending tokens of a slot before its state is written.")
-    ] = 16,
+    ] = defaults.HISTORY,
     state_dtype: Annotated[
-        StateOption, typer.Option("--state_dtype", help="Type of the recurrent state in memory.")
-    ] = StateOption.FLOAT32,
+        StateDtype,
+        typer.Option(
+            "--state_dtype", metavar="<type>", help="Of the recurrent state in memory: float32, float16 or bfloat16."
+        ),
+    ] = defaults.STATE_DTYPE,
     weights: Annotated[
-        WeightsOption, typer.Option("--weights", help="external: bound at load; embedded: inside the engine.")
-    ] = WeightsOption.EXTERNAL,
+        WeightsMode,
+        typer.Option("--weights", metavar="<where>", help="external: bound at load; embedded: inside the engine."),
+    ] = "external",
     compute_capability: Annotated[
         list[str] | None,
-        typer.Option("--compute_capability", help='GPU to build for, such as 8.9; repeat, or "8.0 8.9" in one.'),
+        typer.Option(
+            "--compute_capability",
+            metavar="<list>",
+            help="GPUs to build for, such as 8.6 8.9. By default this machine's GPU with tensorrt, "
+            f"{capability_text(*defaults.RTX_CAPABILITIES)} with tensorrt_rtx.",
+        ),
     ] = None,
 ) -> None:
     """Build a TensorRT engine."""
@@ -71,19 +76,20 @@ def command(
     path = build(
         checkpoint_dir,
         output_dir,
-        backend=None if backend is None else backend.value,
+        backend=backend,
         max_batch_size=max_batch_size,
         max_input_len=max_input_len,
         max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens,
         max_draft_len=max_draft_len,
         history=history,
-        state_dtype=state_dtype.value,
-        weights=weights.value,
+        state_dtype=state_dtype,
+        weights=weights,
         compute_capabilities=_capabilities(compute_capability),
         progress=progress,
     )
-    print("\n".join(f"{seconds:6.1f} s  {step}" for step, seconds in progress.seconds.items()))
+    times = {**progress.seconds, "total": sum(progress.seconds.values())}
+    print("\n".join(f"{seconds:6.1f} s  {step}" for step, seconds in times.items()))
     print(f"engine: {path}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +11,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_replayssm.contract.capability import capability_text
+
 if TYPE_CHECKING:
     from trtllm_replayssm.builders.inspection import EngineInspection, Inspection
+    from trtllm_replayssm.contract.memory import StatePool
+
+_KIND_NAMES = {"huggingface": "Hugging Face folder", "rank_checkpoint": "rank checkpoint", "engine": "engine"}
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_LEAST_WIDTH = 100
+_SHOWN_KINDS = 8
+_SHOWN_LAYERS = 6
 
 
 def command(
@@ -25,18 +35,26 @@ def command(
     if as_json:
         print(found.model_dump_json(indent=2))
         return
-    console = Console()
-    console.print(_model_table(found))
-    console.print(_states_table(found))
+    tables = [_model_table(found), _states_table(found)]
     if found.engine is not None:
-        for table in _engine_tables(found.engine):
-            console.print(table)
+        tables += _engine_tables(found.engine)
+    print(_rendered(tables))
 
 
-def _table(title: str, *columns: str) -> Table:
+def _rendered(tables: list[Table]) -> str:
+    """Return the tables as text: as wide as the terminal, or at least 100 columns, without trailing blanks."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, _LEAST_WIDTH))
+    with console.capture() as captured:
+        console.print(*tables)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(columns):
-        table.add_column(column, overflow="fold", justify="left" if index == 0 else "default")
+    for column in columns:
+        table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
     return table
 
 
@@ -50,7 +68,8 @@ def _facts(title: str, facts: dict[str, object]) -> Table:
 def _model_table(found: Inspection) -> Table:
     geometry = found.geometry
     facts: dict[str, object] = {
-        "folder": f"{found.path} ({found.kind.replace('_', ' ')})",
+        "folder": found.path,
+        "kind": _KIND_NAMES[found.kind],
         "architecture": f"{geometry.architecture}, {geometry.dtype}, d_model {geometry.d_model}, "
         f"vocabulary {geometry.vocab_size}",
         "layers": f"{found.pattern}  ({', '.join(f'{count} {kind}' for kind, count in found.layers.items())})",
@@ -73,53 +92,88 @@ def _states_table(found: Inspection) -> Table:
     table = _table(
         f"States of one slot (history {replay.history}, max_draft_len {replay.max_draft_len}, "
         f"max_seq_len {found.max_seq_len})",
-        "state",
-        "layers",
-        "shape per layer",
-        "type",
-        "bytes per slot",
+        *("state", "layers", "shape per layer", "type", "bytes", "MiB"),
+        numbers=("layers", "bytes", "MiB"),
     )
-    for pool in found.states:
-        shape = " x ".join(str(d) for d in pool.slot_shape)
-        table.add_row(pool.kind, str(pool.layers), shape, pool.dtype, f"{pool.bytes_per_slot:,}")
-    table.add_row("total", "", "", "", f"{found.state_bytes_per_slot:,}")
+    caches = [pool for pool in found.states if pool.kind in ("key_cache", "value_cache")]
+    recurrent = [pool for pool in found.states if pool not in caches]
+    for name, pools in (("all recurrent", recurrent), ("all key/value", caches)):
+        _add_pools(table, name, pools)
+    table.add_row("total", "", "", "", *_bytes_and_mib(found.state_bytes_per_slot))
+    all_slots = _size(found.max_batch_size * found.state_bytes_per_slot)
+    table.caption = f"  x max_batch_size {found.max_batch_size} = {all_slots}\n"
+    table.caption_justify = "left"
     return table
+
+
+def _add_pools(table: Table, name: str, pools: list[StatePool]) -> None:
+    for pool in pools:
+        shape = " x ".join(str(d) for d in pool.slot_shape)
+        table.add_row(pool.kind, str(pool.layers), shape, pool.dtype, *_bytes_and_mib(pool.bytes_per_slot))
+    if pools:
+        table.add_row(name, "", "", "", *_bytes_and_mib(sum(pool.bytes_per_slot for pool in pools)), end_section=True)
+
+
+def _bytes_and_mib(num_bytes: int) -> tuple[str, str]:
+    return f"{num_bytes:,}", f"{num_bytes / 2**20:,.3f}"
 
 
 def _engine_tables(engine: EngineInspection) -> list[Table]:
     manifest = engine.manifest
     limits = manifest.limits
-    targets = ", ".join(f"{value // 10}.{value % 10}" for value in manifest.compute_capabilities)
+    times = ", ".join(f"{step} {seconds:.1f}" for step, seconds in engine.seconds.items())
     facts: dict[str, object] = {
         "built with": f"{manifest.backend} {manifest.backend_version}, trtllm-replayssm {manifest.package_version}",
-        "runs on": f"compute capability {targets}",
-        "size": f"{_size(manifest.engine_bytes)}, sha256 {manifest.engine_sha256[:16]}...",
+        "runs on": f"compute capability {capability_text(*manifest.compute_capabilities)}",
+        "size": f"{_size(manifest.engine_bytes)}, sha256 {_short(manifest.engine_sha256)}",
         "weights": manifest.weights,
         "limits": f"max_batch_size {limits.max_batch_size}, max_input_len {limits.max_input_len}, "
         f"max_seq_len {limits.max_seq_len}, max_num_tokens {limits.max_num_tokens}",
         "bindings": ", ".join(f"{count} {role}" for role, count in engine.bindings.items())
         + f"; {engine.aliased_states} states updated in place",
         "network layers": _counts(engine.network_layers),
-        "engine layers": _counts(engine.engine_layers),
-        "build time": ", ".join(f"{step} {seconds:.1f} s" for step, seconds in engine.seconds.items()),
+        "plugin layers": "\n".join(_grouped(engine.plugin_layers)),
+        f"engine layers, {len(manifest.profiles)} profiles": _counts(engine.engine_layers),
+        "build time": f"{sum(engine.seconds.values()):.1f} s: {times}" if times else "not reported",
     }
-    profiles = _table("Profiles (least, best, most)", "profile", "rows B", "window S", "logit positions J")
+    profiles = _table("Profiles (least, best, most)", "profile", "batch", "tokens per row", "logits per row")
     for profile in manifest.profiles:
         ranges = (profile.batch, profile.window, profile.logits)
         profiles.add_row(profile.name, *(", ".join(str(value) for value in values) for values in ranges))
-    plugins = _table("Plugins", "plugin", "version", "layers", "kernels", "kernel sha256")
+    columns = ("plugin", "version", "layers", "kernels", "kernel sha256")
+    plugins = _table("Plugins", *columns, numbers=("version", "layers", "kernels"))
     for plugin in manifest.plugins:
         size = _size(plugin.kernels_bytes)
-        name = f"{plugin.namespace}::{plugin.op_type}"
-        plugins.add_row(name, plugin.version, str(plugin.nodes), size, plugin.kernels_sha256[:16] + "...")
-    layers = _table("Plugin layers", "name")
-    for name in engine.plugin_layers:
-        layers.add_row(name)
-    return [_facts("Engine", facts), profiles, plugins, layers]
+        plugins.add_row(plugin.op_type, plugin.version, str(plugin.nodes), size, _short(plugin.kernels_sha256))
+    return [_facts("Engine", facts), profiles, plugins]
 
 
 def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "not reported"
+    ranked = list(counts.items())  # the most frequent first
+    shown = [f"{count} {kind}" for kind, count in ranked[:_SHOWN_KINDS]]
+    if rest := ranked[_SHOWN_KINDS:]:
+        shown.append(f"and {sum(count for _, count in rest)} of {len(rest)} more types")
+    return ", ".join(shown) or "not reported"
+
+
+def _grouped(names: tuple[str, ...]) -> list[str]:
+    """Join names that differ in their layer's number alone: ``layers.{0,2}.mixer.ReplayMamba2 x2``."""
+    numbers: dict[str, list[str]] = {}
+    for name in names:
+        number = _LAYER_NUMBER.search(name)
+        numbers.setdefault(_LAYER_NUMBER.sub("{}", name, count=1), []).append(number[0] if number else "")
+    return [
+        f"{pattern.replace('{}', '{' + ','.join(_shortened(found)) + '}')} x{len(found)}"
+        for pattern, found in numbers.items()
+    ]
+
+
+def _shortened(items: list[str]) -> list[str]:
+    return items if len(items) <= _SHOWN_LAYERS else [*items[: _SHOWN_LAYERS - 1], "...", items[-1]]
+
+
+def _short(sha256: str) -> str:
+    return sha256[:12] + "..."
 
 
 def _size(num_bytes: int) -> str:

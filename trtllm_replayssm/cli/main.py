@@ -9,16 +9,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from types import FrameType
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import typer
 from pydantic import ValidationError
 
-from trtllm_replayssm.errors import BackendError, ReplaySSMError
+from trtllm_replayssm import __version__
+from trtllm_replayssm.errors import BackendError, ReplaySSMError, validation_text
 
 EXIT_OK: Final = 0
 EXIT_USER_ERROR: Final = 2
@@ -42,8 +42,8 @@ COMMANDS: Final[dict[str, Command]] = {
     "inspect": Command("trtllm_replayssm.cli.inspect", "Show what a model or engine folder holds."),
 }
 
-# typer carries its own copy of click since 0.2x and the library before: this is the base of usage errors in either.
-_UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[2]
+# The options that take several values, which typer knows only as an option given several times.
+_LIST_OPTIONS: Final = ("--compute_capability", "--compute-capability")
 
 
 class _Terminated(BaseException):
@@ -62,27 +62,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         with _sigterm_raises():
-            code = _make_app(arguments)(args=arguments, prog_name="trtllm-replayssm", standalone_mode=False)
+            code = _run(arguments)
             sys.stdout.flush()
-        if code == EXIT_INTERRUPTED:  # typer turns an interruption into this code, click into Abort
+        if code == EXIT_INTERRUPTED:  # typer turns an interruption into this code
             return _fail("interrupted", EXIT_INTERRUPTED)
         return code if isinstance(code, int) else EXIT_OK
     except ValidationError as error:
-        return _fail("; ".join(_describe(detail) for detail in error.errors()))
+        return _fail(f"{validation_text(error)}.")
     except ReplaySSMError as error:
         return _fail(str(error))
-    except _UsageError as error:
-        return _fail(f"{error.format_message()} Try --help.")  # type: ignore[attr-defined]
+    except typer.TyperException as error:
+        # A choice's checker is pydantic, whose words begin so.
+        message = error.format_message().replace("Value error, ", "")
+        return _fail(f"{message.rstrip('.')}. Try --help.")
     except BrokenPipeError:
         # The reader of our output has left; a flush at exit would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
     except _Terminated:
         return _fail("terminated", EXIT_TERMINATED)
+
+
+def _run(arguments: Sequence[str]) -> object:
+    try:
+        return _make_app(arguments)(args=_spread(arguments), prog_name="trtllm-replayssm", standalone_mode=False)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("trtllm_replayssm"):
+            raise
+        missing = f"{arguments[0]}: the Python package {error.name!r} is missing. Install it with pip."
+        raise BackendError(missing) from error
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich, which prints the help pages, makes an exit of it
+            raise error.__context__ from None
+        raise
 
 
 def _fail(message: str, code: int = EXIT_USER_ERROR) -> int:
@@ -90,33 +106,27 @@ def _fail(message: str, code: int = EXIT_USER_ERROR) -> int:
     return code
 
 
-def _describe(detail: Any) -> str:
-    """Turn one entry of a pydantic error into ``name: found x; needed ...``."""
-    name = ".".join(str(part) for part in detail["loc"]) or "options"
-    if detail["type"] == "extra_forbidden":
-        return f"{name}: unknown option"
-    return f"{name}: found {detail['input']!r}; {detail['msg'].removeprefix('Value error, ')}"
-
-
 def _make_app(arguments: Sequence[str]) -> typer.Typer:
     """Register every command's name and summary, and the body of the one that is called."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    # --max-tokens is taken for --max_tokens, and so is a choice's name.
+    settings = {"token_normalize_func": lambda name: name.replace("-", "_")}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=settings)
     app.callback()(_options)
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, command in COMMANDS.items():
-        function = _load(name, command) if name == called else _not_called
+        function = importlib.import_module(command.module).command if name == called else _not_called
         app.command(name, help=None if name == called else command.summary)(function)
     return app
 
 
-def _load(name: str, command: Command) -> Callable[..., None]:
-    try:
-        function: Callable[..., None] = importlib.import_module(command.module).command
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("trtllm_replayssm"):
-            raise
-        raise BackendError(f"{name}: the Python package {error.name!r} is missing. Install it with pip.") from error
-    return function
+def _spread(arguments: Sequence[str]) -> list[str]:
+    """Name a list option again before each of its further values."""
+    spread: list[str] = []
+    for argument in arguments:
+        if not argument.startswith("-") and spread[-2:-1] and spread[-2] in _LIST_OPTIONS:
+            spread.append(spread[-2])
+        spread.append(argument)
+    return spread
 
 
 def _not_called() -> None:
@@ -125,7 +135,7 @@ def _not_called() -> None:
 
 def _print_version(shown: bool) -> None:
     if shown:
-        print(version("trtllm-replayssm"))
+        print(__version__)
         raise typer.Exit
 
 

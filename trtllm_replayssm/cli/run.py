@@ -1,19 +1,23 @@
 """``trtllm-replayssm run``: prompts -> generated text."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
-from trtllm_replayssm.errors import RequestError, UnsupportedError
+from trtllm_replayssm.contract import defaults
+from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
+from trtllm_replayssm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from trtllm_replayssm.runtime.outputs import RequestOutput
     from trtllm_replayssm.runtime.prompts import Prompt
+
+_OR_ENGINE: Final = "By default {}, or what the engine has."
 
 
 def command(
@@ -35,29 +39,73 @@ def command(
     seed: Annotated[int | None, typer.Option("--seed", help="Of the random numbers; repeats a sampled run.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a generation; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore_eos", help="Do not end at the end token.")] = False,
-    speculative: Annotated[str | None, typer.Option("--speculative", help="Where drafts come from: ngram.")] = None,
+    speculative: Annotated[
+        Literal["ngram"] | None,
+        typer.Option("--speculative", help="Where drafts come from; by default there are none."),
+    ] = None,
     max_draft_len: Annotated[
-        int | None, typer.Option("--max_draft_len", help="Most drafts of a step; 4 with --speculative.")
+        int | None, typer.Option("--max_draft_len", help="Most drafts of a step: 4, with --speculative.")
     ] = None,
     history: Annotated[
         int | None,
-        typer.Option("--history", help="Most pending tokens before a checkpoint is written: 16, or the engine's."),
+        typer.Option(
+            "--history",
+            help=f"Most pending tokens before a checkpoint is written. {_OR_ENGINE.format(defaults.HISTORY)}",
+        ),
+    ] = None,
+    state_dtype: Annotated[
+        StateDtype | None,
+        typer.Option(
+            "--state_dtype",
+            metavar="<type>",
+            help=f"Of the recurrent state: float32, float16 or bfloat16. {_OR_ENGINE.format(defaults.STATE_DTYPE)}",
+        ),
     ] = None,
     conventional: Annotated[
         bool, typer.Option("--conventional", help="Rewrite the state for every token, to compare with.")
     ] = False,
-    executor: Annotated[str, typer.Option("--executor", help="auto, torch or tensorrt.")] = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:<n>.")] = "auto",
-    max_batch_size: Annotated[int | None, typer.Option("--max_batch_size", help="Prompts that run at a time.")] = None,
-    max_seq_len: Annotated[int | None, typer.Option("--max_seq_len", help="Tokens of the longest sequence.")] = None,
+    executor: Annotated[
+        Literal["auto", "torch", "tensorrt"],
+        typer.Option(
+            "--executor", metavar="<name>", help="tensorrt, torch or auto: the engine where it can run, else torch."
+        ),
+    ] = "auto",
+    dtype: Annotated[
+        Literal["auto", ActivationDtype],
+        typer.Option(
+            "--dtype", metavar="<type>", help="Of the activations: auto (the model's), float32, float16 or bfloat16."
+        ),
+    ] = "auto",
+    device: Annotated[str, typer.Option("--device", metavar="<name>", help="auto, cpu, cuda or cuda:<n>.")] = "auto",
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--max_batch_size", help=f"Prompts that run at a time. {_OR_ENGINE.format(defaults.MAX_BATCH_SIZE)}"
+        ),
+    ] = None,
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max_seq_len",
+            help="Tokens of the longest sequence. By default the model's context, at most "
+            f"{defaults.MAX_SEQ_LEN}, or what the engine has.",
+        ),
+    ] = None,
+    max_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max_num_tokens",
+            help="Tokens of the longest prompt piece that runs in one step. "
+            f"{_OR_ENGINE.format(defaults.MAX_NUM_TOKENS)}",
+        ),
+    ] = None,
     checkpoint_dir: Annotated[
         Path | None, typer.Option("--checkpoint_dir", help="The weights of an engine folder that has none.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="Print what was counted, too.")] = False,
 ) -> None:
-    """Generate text from prompts."""
+    """Generate text from prompts: greedily and up to 64 tokens, unless the options say otherwise."""
     prompts = read_prompts(prompt or [], input_file)
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -70,29 +118,32 @@ def command(
         ignore_eos=ignore_eos,
     )
     speculative_config = _speculative_config(speculative, max_draft_len)
-    chosen: dict[str, Any] = {} if history is None else {"history": history}
-    if conventional:
-        chosen["enabled"] = False
+    wishes = {"history": history, "state_dtype": state_dtype, "enabled": False if conventional else None}
+    replay = ReplayConfig(**{name: wish for name, wish in wishes.items() if wish is not None})  # type: ignore[arg-type]
     from trtllm_replayssm.runtime.llm import LLM
 
     llm = LLM(
         model,
-        executor=executor,  # type: ignore[arg-type]  # checked there, with the list of names
+        executor=executor,
         dtype=dtype,
         device=device,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
-        replay=ReplayConfig(**chosen),
+        max_num_tokens=max_num_tokens,
+        replay=replay,
         speculative_config=speculative_config,
         checkpoint_dir=checkpoint_dir,
     )
     outputs = llm.generate(prompts, params)
-    counted = llm.metrics() if metrics else None
+    ran = {"executor": llm.executor, "device": llm.device}
     if as_json:
-        result: dict[str, Any] = {"outputs": [asdict(output) for output in outputs]}
-        print(json.dumps(result if counted is None else result | {"metrics": counted}, ensure_ascii=False))
-    else:
-        _print(outputs, counted)
+        result: dict[str, Any] = {"outputs": [asdict(output) for output in outputs], **ran}
+        print(json.dumps(result | ({"metrics": llm.metrics()} if metrics else {}), ensure_ascii=False))
+        return
+    for output in outputs:
+        _print(output, is_text=llm.tokenizer is not None)
+    if metrics:
+        _print_metrics({**ran, **llm.metrics()})
 
 
 def read_prompts(texts: Sequence[str], input_file: Path | None) -> "list[Prompt]":
@@ -143,29 +194,30 @@ def _json_prompt(where: str, line: str) -> "Prompt":
 def _speculative_config(name: str | None, max_draft_len: int | None) -> NGramDecodingConfig | None:
     if name is None:
         if max_draft_len is not None:
-            raise RequestError("max_draft_len: found without --speculative; needed both or neither.")
+            raise ConfigError("max_draft_len: found without --speculative; needed both or neither.")
         return None
-    if name in ("mtp", "draft"):
-        raise UnsupportedError(f"speculative: found {name!r}; this version drafts with 'ngram' alone.")
-    if name != "ngram":
-        raise RequestError(f"speculative: found {name!r}; needed 'ngram'.")
     return NGramDecodingConfig() if max_draft_len is None else NGramDecodingConfig(max_draft_len=max_draft_len)
 
 
-def _print(outputs: "Sequence[RequestOutput]", metrics: dict[str, int | float] | None) -> None:
-    for output in outputs:
-        completion = output.outputs[0]
-        if len(outputs) > 1:
-            print(f"--- prompt {output.request_id}: {_shortened(output)}")
-        # Without a tokenizer there is no text; the ids are what was generated.
-        print(completion.text or " ".join(str(token_id) for token_id in completion.token_ids))
-    if metrics is not None:
-        print("--- metrics")
-        width = max(len(name) for name in metrics)
-        for name, value in metrics.items():
-            print(f"{name:<{width}}  {value:.3f}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+def _print(output: "RequestOutput", *, is_text: bool) -> None:
+    completion = output.outputs[0]
+    if output.prompt is None:
+        print(f"--- prompt {output.request_id}, token ids\n{_joined(output.prompt_token_ids)}")
+    else:
+        print(f"--- prompt {output.request_id}\n{output.prompt}")
+    ending = f"{len(completion.token_ids)} tokens, finish_reason {completion.finish_reason}"
+    if is_text:
+        print(f"--- completion {output.request_id}, {ending}\n{completion.text}")
+    else:  # a folder without a tokenizer
+        print(f"--- completion {output.request_id}, token ids, {ending}\n{_joined(completion.token_ids)}")
 
 
-def _shortened(output: "RequestOutput") -> str:
-    text = " ".join(map(str, output.prompt_token_ids)) if output.prompt is None else " ".join(output.prompt.split())
-    return text if len(text) <= 60 else text[:57] + "..."
+def _joined(token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+def _print_metrics(metrics: Mapping[str, object]) -> None:
+    print("--- metrics")
+    width = max(len(name) for name in metrics)
+    for name, value in metrics.items():
+        print(f"{name:<{width}}  {f'{value:.3f}' if isinstance(value, float) else value}")

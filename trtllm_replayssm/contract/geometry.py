@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract import defaults, protocol
 
 ActivationDtype = Literal["float32", "float16", "bfloat16"]
 StateDtype = Literal["float32", "float16", "bfloat16"]
@@ -25,6 +25,10 @@ class LayerType(StrEnum):
     MAMBA2 = "mamba2"
     ATTENTION = "attention"
     MLP = "mlp"
+
+
+LAYER_LETTERS = {LayerType.MAMBA2: "M", LayerType.ATTENTION: "*", LayerType.MLP: "-"}
+"""Layer type -> its letter in ``hybrid_override_pattern``."""
 
 
 class Mamba2Geometry(Frozen):
@@ -82,8 +86,6 @@ class ModelGeometry(Frozen):
     attention: AttentionGeometry | None
     mlp: MlpGeometry | None
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    pad_token_id: int | None
 
     def layers_of(self, layer_type: LayerType) -> tuple[int, ...]:
         """Return the indices of the layers of one type, ascending."""
@@ -99,9 +101,9 @@ class ReplayGeometry(Frozen):
         state_dtype: type of the checkpoint in memory.
     """
 
-    history: int = 16
+    history: int = defaults.HISTORY
     max_draft_len: int = 0
-    state_dtype: StateDtype = "float32"
+    state_dtype: StateDtype = defaults.STATE_DTYPE
 
     @model_validator(mode="after")
     def _check(self) -> "ReplayGeometry":

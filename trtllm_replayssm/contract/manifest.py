@@ -11,7 +11,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from trtllm_replayssm.contract.geometry import EngineLimits, Frozen, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.errors import ManifestError
+from trtllm_replayssm.contract.tensors import Role
+from trtllm_replayssm.errors import ManifestError, validation_text
 
 MANIFEST_FILE = "manifest.json"
 REPORT_FILE = "build_report.json"
@@ -20,6 +21,7 @@ WEIGHTS_FILE = "rank0.safetensors"
 CONFIG_FILE = "config.json"
 SCHEMA_VERSION: Literal[1] = 1
 
+BackendName = Literal["tensorrt", "tensorrt_rtx"]
 WeightsMode = Literal["external", "embedded"]
 
 
@@ -38,7 +40,7 @@ class TensorRecord(Frozen):
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    role: Literal["step", "state", "weight", "result"]
+    role: Role
     is_input: bool
     shares_address_with: str | None = None
 
@@ -89,12 +91,10 @@ class CheckpointRecord(Frozen):
     """Which weights belong to the engine.
 
     Attributes:
-        config_sha256: of the ``config.json`` that was built from.
         header_sha256: of the safetensors header (names, types, shapes, offsets); None when built from a config alone.
         weights_bytes: size of the weights file; None when built from a config alone.
     """
 
-    config_sha256: str
     header_sha256: str | None = None
     weights_bytes: int | None = None
 
@@ -122,7 +122,7 @@ class Manifest(Frozen):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     package_version: str
-    backend: Literal["tensorrt", "tensorrt_rtx"]
+    backend: BackendName
     backend_version: str
     compute_capabilities: tuple[int, ...]
     geometry: ModelGeometry
@@ -197,11 +197,9 @@ def read_manifest(folder: Path) -> Manifest:
             )
         return Manifest.model_validate_json(text)
     except json.JSONDecodeError as error:
-        raise ManifestError(f"{path}: found text that is not JSON ({error}); build the engine again.") from error
+        raise ManifestError(f"{path}: found text that is not JSON ({error}). Build the engine again.") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ManifestError(f"{path}: {where}: {first['msg']}. Build the engine again.") from error
+        raise ManifestError(f"{path}: {validation_text(error)}. Build the engine again.") from error
 
 
 def read_report(folder: Path) -> BuildReport | None:

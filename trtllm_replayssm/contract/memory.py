@@ -5,6 +5,7 @@ from math import prod
 from trtllm_replayssm.contract.geometry import (
     DTYPE_BYTES,
     EngineLimits,
+    Frozen,
     LayerType,
     ModelGeometry,
     ReplayGeometry,
@@ -12,23 +13,45 @@ from trtllm_replayssm.contract.geometry import (
 from trtllm_replayssm.contract.tensors import TensorSpec, state_specs
 
 
+class StatePool(Frozen):
+    """One kind of state, over all layers that have it.
+
+    Attributes:
+        kind: "ssm_state", "x_ring", "key_cache", ...
+        layers: how many layers have it.
+        dtype: element type.
+        slot_shape: shape of one layer's state of one slot.
+        bytes_per_slot: of all layers.
+    """
+
+    kind: str
+    layers: int
+    dtype: str
+    slot_shape: tuple[int, ...]
+    bytes_per_slot: int
+
+
 def tensor_bytes(spec: TensorSpec, **symbols: int) -> int:
     """Return the size of a tensor whose symbolic dimensions have the given values."""
     return DTYPE_BYTES[spec.dtype] * prod(symbols[d] if isinstance(d, str) else d for d in spec.shape)
 
 
-def slot_bytes(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> dict[str, int]:
-    """Return the bytes that one slot takes, summed over the layers, per kind of state.
-
-    Returns:
-        kind ("conv_ring", "ssm_state", "x_ring", "b_ring", "dt_ring", "key_cache", "value_cache") -> bytes.
-    """
+def state_pools(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> tuple[StatePool, ...]:
+    """Return what one slot takes per kind of state; all layers of a kind have one shape."""
     one = limits.model_copy(update={"max_batch_size": 1})
-    totals: dict[str, int] = {}
+    by_kind: dict[str, list[TensorSpec]] = {}
     for spec in state_specs(geometry, replay, one):
-        kind = spec.name.rsplit("_", 1)[0]
-        totals[kind] = totals.get(kind, 0) + tensor_bytes(spec, B=1)
-    return totals
+        by_kind.setdefault(spec.name.rpartition("_")[0], []).append(spec)
+    return tuple(
+        StatePool(
+            kind=kind,
+            layers=len(specs),
+            dtype=specs[0].dtype,
+            slot_shape=tuple(int(d) for d in specs[0].shape[1:]),
+            bytes_per_slot=len(specs) * tensor_bytes(specs[0], B=1),
+        )
+        for kind, specs in by_kind.items()
+    )
 
 
 def checkpoint_bytes(geometry: ModelGeometry, state_dtype: str) -> int:

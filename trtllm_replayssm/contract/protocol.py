@@ -5,7 +5,7 @@ the tokens folded into the checkpoint, f <= c. The rows of tokens [f, c) are pen
 ``t mod ring_rows``. A step runs n <= T = 1 + max_draft_len window tokens at positions c .. c+n-1.
 
 The functions take ints, numpy arrays or torch tensors alike. ``plugins/kernels/common/protocol.h`` is the same
-predicate for C++ and CUDA; a test compares the two exhaustively.
+predicates for C++ and CUDA; a test compares the two exhaustively.
 """
 
 from typing import TypeVar
@@ -18,6 +18,11 @@ Lengths = TypeVar("Lengths")
 def window_length(max_draft_len: int) -> int:
     """Return T, the most tokens of a decode or verification window."""
     return 1 + max_draft_len
+
+
+def is_prefill(seq_len: int, max_draft_len: int) -> bool:
+    """Say whether a window of ``seq_len`` tokens is a prefill, ``S > T``: it folds everything. Else it is a step."""
+    return seq_len > window_length(max_draft_len)
 
 
 def needs_flush(past_lengths: Lengths, checkpoint_lengths: Lengths, *, history: int, max_draft_len: int) -> Lengths:

@@ -31,6 +31,11 @@ class TensorSpec:
     role: Role
 
     @property
+    def is_cache(self) -> bool:
+        """Whether this is a key/value cache: one row per row of the step instead of one per slot."""
+        return self.role == "state" and self.shape[0] == "B"
+
+    @property
     def past_name(self) -> str:
         """The input binding of a state."""
         return f"past_{self.name}"

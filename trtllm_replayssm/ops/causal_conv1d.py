@@ -13,10 +13,10 @@ from trtllm_replayssm.ops.reference import causal_conv1d as reference
 _OP = "ops.causal_conv1d"
 
 _TABLE = (
-    checks.Argument("x", ("batch", "S", "D"), "activation", dense_from=2),
+    checks.Argument("x", ("batch", "S", "D"), "activation"),
     checks.Argument("weight", ("D", "d_conv"), "activation"),
     checks.Argument("bias", ("D",), "activation"),
-    checks.Argument("conv_ring", ("slots", "R_conv", "D"), "activation", dense_from=1, is_written=True),
+    checks.Argument("conv_ring", ("slots", "R_conv", "D"), "activation", is_written=True),
     checks.Argument("past_lengths", ("batch",), "int32"),
     checks.Argument("num_tokens", ("batch",), "int32"),
     checks.Argument("slot_ids", ("batch",), "int32"),
@@ -81,9 +81,7 @@ def causal_conv1d(
     if x.is_cuda:
         from trtllm_replayssm.plugins import launch
 
-        return launch.causal_conv1d(
-            x, weight, bias, conv_ring, past_lengths, num_tokens, slot_ids, activation=activation
-        )
+        return launch.causal_conv1d(tensors, activation=activation)
     y = torch.zeros(x.shape, dtype=x.dtype)
     used = (slot_ids >= 0).nonzero().squeeze(1)
     past, num, slots = (t[used].long() for t in (past_lengths, num_tokens, slot_ids))

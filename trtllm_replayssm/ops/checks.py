@@ -1,7 +1,8 @@
 """Argument checks shared by all ops: symbolic shapes declared once, one style of message.
 
 A table of ``Argument`` says what an op takes; ``check_tensors`` compares a call with it before anything is computed or
-written. Checks of *values* (lengths, slots) read memory and run on the CPU alone: a device is never waited for.
+written. Checks of *values* (lengths, slots) read memory and run on the CPU alone: a device is never waited for. What a
+CUDA kernel asks of strides and addresses is checked at its launch (``plugins.layouts``).
 """
 
 from collections.abc import Mapping
@@ -27,14 +28,12 @@ class Argument:
         name: as in the signature.
         symbols: its symbolic shape; a symbol has one value in a call.
         type_rule: "activation": the type of the op's first argument; "state": any float type of its own.
-        dense_from: on CUDA, this dimension and all later ones are contiguous with one another.
         is_written: updated in place, so that no two of its elements may share memory.
     """
 
     name: str
     symbols: tuple[str, ...]
     type_rule: TypeRule
-    dense_from: int = 0
     is_written: bool = False
 
 
@@ -56,7 +55,8 @@ def check_tensors(op: str, table: tuple[Argument, ...], tensors: Mapping[str, Te
         The value of every symbol.
 
     Raises:
-        OpArgumentError: something is not a tensor, or has another shape, type, device or memory layout.
+        OpArgumentError: something is not a tensor, has another shape, type or device, or is to be written and
+            overlaps with itself.
     """
     bound: dict[str, _Bound] = {}
     first = tensors[table[0].name]
@@ -74,7 +74,11 @@ def check_tensors(op: str, table: tuple[Argument, ...], tensors: Mapping[str, Te
             raise OpArgumentError(
                 f"{where}: found device {tensor.device}; needed {first.device}, where {table[0].name} is."
             )
-        _check_layout(where, argument, tensor)
+        if argument.is_written and _overlaps(tensor):
+            raise OpArgumentError(
+                f"{where}: found strides {tensor.stride()} for shape {tuple(tensor.shape)}; needed a place of its own "
+                "for every element, since it is written. Expanded tensors cannot be updated in place."
+            )
     return {symbol: b.value for symbol, b in bound.items()}
 
 
@@ -95,7 +99,7 @@ def _check_shape(where: str, argument: Argument, tensor: Tensor, bound: dict[str
 
 def _check_type(where: str, argument: Argument, tensor: Tensor, activation: torch.dtype, first_name: str) -> None:
     allowed: dict[TypeRule, tuple[torch.dtype, ...]] = {
-        "activation": FLOAT_TYPES if where.endswith(f": {first_name}") else (activation,),
+        "activation": FLOAT_TYPES if argument.name == first_name else (activation,),
         "activation or float32": (activation, torch.float32),
         "state": FLOAT_TYPES,
         "float32": (torch.float32,),
@@ -108,20 +112,6 @@ def _check_type(where: str, argument: Argument, tensor: Tensor, activation: torc
         raise OpArgumentError(f"{where}: found {tensor.dtype}; needed {names}{like}.")
 
 
-def _check_layout(where: str, argument: Argument, tensor: Tensor) -> None:
-    if argument.is_written and _overlaps(tensor):
-        raise OpArgumentError(
-            f"{where}: found strides {tensor.stride()} for shape {tuple(tensor.shape)}; needed a place of its own for "
-            "every element, since it is written. Expanded tensors cannot be updated in place."
-        )
-    if tensor.is_cuda and not _is_dense(tensor, argument.dense_from):
-        dims = ", ".join(argument.symbols[argument.dense_from :])
-        raise OpArgumentError(
-            f"{where}: found strides {tensor.stride()} for shape {tuple(tensor.shape)}; needed [{dims}] contiguous on "
-            "CUDA. Allocate it so, or call .contiguous() on an input that is only read."
-        )
-
-
 def _overlaps(tensor: Tensor) -> bool:
     """Say whether elements may share memory: sorted by stride, each dimension must step over all smaller ones."""
     reach = 0
@@ -131,15 +121,6 @@ def _overlaps(tensor: Tensor) -> bool:
                 return True
             reach += (size - 1) * stride
     return False
-
-
-def _is_dense(tensor: Tensor, start: int) -> bool:
-    expected = 1
-    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))[start:]):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def check_window(op: str, *, history: int, max_draft_len: int) -> None:

@@ -13,7 +13,7 @@ _OP = "ops.mamba2_conventional"
 
 _TABLE = (
     *INPUT_TABLE,
-    checks.Argument("ssm_snapshots", ("slots", "T + 1", "H", "P", "N"), "state", dense_from=1, is_written=True),
+    checks.Argument("ssm_snapshots", ("slots", "T + 1", "H", "P", "N"), "state", is_written=True),
     checks.Argument("past_lengths", ("batch",), "int32"),
     checks.Argument("num_tokens", ("batch",), "int32"),
     checks.Argument("slot_ids", ("batch",), "int32"),

@@ -10,10 +10,10 @@ from trtllm_replayssm.ops.reference import mamba2 as reference
 _OP = "ops.mamba2"
 
 INPUT_TABLE = (
-    checks.Argument("x", ("batch", "S", "H", "P"), "activation", dense_from=3),
-    checks.Argument("dt", ("batch", "S", "H"), "activation or float32", dense_from=2),
-    checks.Argument("B", ("batch", "S", "G", "N"), "activation", dense_from=3),
-    checks.Argument("C", ("batch", "S", "G", "N"), "activation", dense_from=3),
+    checks.Argument("x", ("batch", "S", "H", "P"), "activation"),
+    checks.Argument("dt", ("batch", "S", "H"), "activation or float32"),
+    checks.Argument("B", ("batch", "S", "G", "N"), "activation"),
+    checks.Argument("C", ("batch", "S", "G", "N"), "activation"),
     checks.Argument("A", ("H",), "float32"),
     checks.Argument("D", ("H",), "float32"),
     checks.Argument("dt_bias", ("H",), "float32"),
@@ -22,10 +22,10 @@ INPUT_TABLE = (
 
 _TABLE = (
     *INPUT_TABLE,
-    checks.Argument("ssm_state", ("slots", "H", "P", "N"), "state", dense_from=1, is_written=True),
-    checks.Argument("x_ring", ("slots", "R", "H", "P"), "activation", dense_from=1, is_written=True),
-    checks.Argument("B_ring", ("slots", "R", "G", "N"), "activation", dense_from=1, is_written=True),
-    checks.Argument("dt_ring", ("slots", "R", "H"), "float32", dense_from=1, is_written=True),
+    checks.Argument("ssm_state", ("slots", "H", "P", "N"), "state", is_written=True),
+    checks.Argument("x_ring", ("slots", "R", "H", "P"), "activation", is_written=True),
+    checks.Argument("B_ring", ("slots", "R", "G", "N"), "activation", is_written=True),
+    checks.Argument("dt_ring", ("slots", "R", "H"), "float32", is_written=True),
     checks.Argument("past_lengths", ("batch",), "int32"),
     checks.Argument("checkpoint_lengths", ("batch",), "int32"),
     checks.Argument("num_tokens", ("batch",), "int32"),
@@ -143,7 +143,7 @@ def _check_sizes(size: dict[str, int], history: int, max_draft_len: int) -> None
 def _launch(tensors: dict[str, Tensor], history: int, max_draft_len: int) -> Tensor:
     from trtllm_replayssm.plugins import launch
 
-    return launch.mamba2(**tensors, history=history, max_draft_len=max_draft_len)
+    return launch.mamba2(tensors, history=history, max_draft_len=max_draft_len)
 
 
 def _reference(tensors: dict[str, Tensor], history: int, max_draft_len: int) -> Tensor:

@@ -18,7 +18,7 @@ from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
 
 
 def count_accepted(drafts: Sequence[int], target_tokens: Sequence[int]) -> int:
-    """Return how many window tokens stay: the pending token and the drafts that the target agrees with.
+    """Return how many window tokens stay: the newest token and the drafts that the target agrees with.
 
     Args:
         drafts: the draft tokens of the window, n - 1 of them.
@@ -37,7 +37,7 @@ def judge(plan: StepPlan, logits: torch.Tensor) -> tuple[Verdict, ...]:
 
     Args:
         plan: the step.
-        logits: [B, J, V] fp32: J is S for a decode step, 1 for prefill.
+        logits: [B, J, V] fp32: J is S for a decode step, 1 for a prompt.
 
     Returns:
         One verdict per row of the plan.
@@ -90,6 +90,6 @@ def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float]) -> Verdict:
                 f"{row.request.num_tokens + index}; needed finite ones. A float16 model may overflow: try dtype "
                 f"'bfloat16' or 'float32'."
             )
-    # A prompt piece stays whole; of a decode window the pending token and the accepted drafts stay.
+    # A prompt piece stays whole; of a decode window the newest token and the accepted drafts stay.
     num_accepted = len(row.token_ids) - row.num_drafts + kept - 1
     return Verdict(num_accepted, tuple(tokens[:kept]), tuple(logprobs[:kept]))

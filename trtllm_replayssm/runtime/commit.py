@@ -21,11 +21,11 @@ def commit(plan: StepPlan, verdicts: Sequence[Verdict], slots: Slots, replay: Re
         slots: in-out, the counters.
         replay: history and window of the executor.
     """
-    is_long = plan.window > replay.window
+    is_prefill = protocol.is_prefill(plan.window, replay.max_draft_len)
     for row, verdict in zip(plan.rows, verdicts, strict=True):
         c, f = int(slots.past_lengths[row.slot]), int(slots.checkpoint_lengths[row.slot])
         assert 0 <= verdict.num_accepted_tokens <= len(row.token_ids), "more tokens accepted than ran"
-        if is_long:
+        if is_prefill:
             c, f = protocol.advance_prefill(c, verdict.num_accepted_tokens)
         else:
             c, f = protocol.advance(

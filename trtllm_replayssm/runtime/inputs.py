@@ -20,7 +20,7 @@ def build_inputs(plan: StepPlan, slots: Slots, device: torch.device) -> StepInpu
         device: where the executor wants its inputs.
 
     Returns:
-        int32 tensors, views of one buffer. Decode steps ask for the logits of all S positions, prefill for the last.
+        int32 tensors, views of one buffer. Decode steps ask for the logits of all S positions, a prompt for the last.
     """
     num_rows, window = plan.num_rows, plan.window
     positions = window if plan.kind == "decode" else 1
@@ -71,4 +71,4 @@ def _fill(host: list[npt.NDArray[np.int32]], plan: StepPlan, slots: Slots) -> No
         input_ids[row, :n] = planned.token_ids
         num_tokens[row] = n
         slot_ids[row] = planned.slot
-        logits_indices[row] = n - 1 if plan.kind == "prefill" else np.minimum(np.arange(plan.window), n - 1)
+        logits_indices[row] = n - 1 if plan.kind == "prompt" else np.minimum(np.arange(plan.window), n - 1)

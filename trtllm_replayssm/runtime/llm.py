@@ -1,43 +1,38 @@
-"""``LLM``: open a folder, choose an executor, run requests. The shape is that of TensorRT-LLM's class."""
+"""``LLM``: open a folder, run requests. The shape is that of TensorRT-LLM's class."""
 
+import os
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Self, overload
 
-import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
-from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams, SpeculativeConfig
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.manifest import Manifest, is_engine_folder, read_manifest
-from trtllm_replayssm.contract.tensors import weight_specs
-from trtllm_replayssm.errors import CheckpointError, ConfigError, ManifestError, UnsupportedError
+from trtllm_replayssm.errors import ConfigError, RequestError
 from trtllm_replayssm.runtime import prompts as prompt_desk
 from trtllm_replayssm.runtime import settings
-from trtllm_replayssm.runtime.executors.base import Executor
-from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 from trtllm_replayssm.runtime.loop import DecodeLoop
 from trtllm_replayssm.runtime.metrics import MetricsRecorder
+from trtllm_replayssm.runtime.opening import ExecutorName, open_executor
 from trtllm_replayssm.runtime.outputs import RequestOutput
-from trtllm_replayssm.runtime.prompts import Prompt, PromptDesk, Prompts
+from trtllm_replayssm.runtime.prompts import Inputs, Prompt, PromptDesk
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
-ExecutorName = Literal["auto", "torch", "tensorrt"]
-
 
 class LLM:
-    """A language model that generates text.
+    """A language model that generates text; as a context manager it closes itself.
 
     Args:
         model: a Hugging Face folder, a rank checkpoint or an engine folder.
         executor: "torch" runs the torch module, "tensorrt" an engine; "auto" takes "tensorrt" for an engine folder
-            that this machine can run.
+            that this machine can run; where it cannot, the log has a warning with the reason.
         dtype: activation type; "auto" takes the checkpoint's.
         device: "cpu", "cuda" or "cuda:<n>"; "auto" takes CUDA where there is one.
         max_batch_size: requests that run at a time, further ones queue; by default 8, or what the engine has.
@@ -72,18 +67,18 @@ class LLM:
         drafter: Drafter | None = None,
         checkpoint_dir: str | Path | None = None,
     ) -> None:
-        folder = Path(model)
+        self._folder = folder = _path("model", model)
         self._drafter = _make_drafter(speculative_config, drafter)
         options = settings.Options(
             dtype=dtype,
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=max_num_tokens,
-            replay=replay or ReplayConfig(),
+            replay=ReplayConfig() if replay is None else replay,
             max_draft_len=self._drafter.max_draft_len,
         )
-        weights = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._executor, self._limits = _open(folder, executor, options, device, weights)
+        weights = None if checkpoint_dir is None else _path("checkpoint_dir", checkpoint_dir)
+        self._executor, self._limits = open_executor(folder, executor, options, str(device), weights)
         self._tokenizer = Tokenizer.from_folder(folder)
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(
@@ -91,7 +86,22 @@ class LLM:
         )
         self._loop = DecodeLoop(self._executor, self._drafter, self._limits, self._recorder)
         self._next_id = 0
+        self._is_closed = False
         self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        limits = f"max_batch_size={self.limits.max_batch_size}, max_seq_len={self.limits.max_seq_len}"
+        closed = ", closed" if self._is_closed else ""
+        return (
+            f"LLM({str(self._folder)!r}, executor={self.executor!r}, device={self.device!r}, "
+            f"dtype={self.geometry.dtype!r}, {limits}{closed})"
+        )
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -114,6 +124,11 @@ class LLM:
         return self._executor.name
 
     @property
+    def device(self) -> str:
+        """Where the executor runs: "cpu", "cuda" or "cuda:<n>"."""
+        return str(self._executor.device)
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer, or None."""
         return self._tokenizer
@@ -121,7 +136,7 @@ class LLM:
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too; it counts as one prompt
         self,
-        prompts: Prompt,
+        inputs: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         use_tqdm: bool = ...,
@@ -130,7 +145,7 @@ class LLM:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        inputs: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = ...,
@@ -138,7 +153,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompts,
+        inputs: Inputs,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -146,38 +161,54 @@ class LLM:
         """Generate from one prompt or many.
 
         Args:
-            prompts: text, token ids (a list of ints is one prompt), or a list of either.
+            inputs: one prompt or a list of prompts. A prompt is text, token ids (a list of ints is one prompt),
+                {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: one for all prompts, or one per prompt.
-            use_tqdm: show a progress bar, where standard error is a terminal.
+            use_tqdm: show a progress bar, in a notebook and where standard error is a terminal.
 
         Returns:
             One output for a single prompt; a list, in the prompts' order, for a list. Generation that reaches
             max_seq_len ends there with finish_reason "length".
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served; nothing has run then.
+            RequestError: a prompt or its parameters cannot be served, or the ``LLM`` is closed; nothing has run then.
         """
-        given, is_single = prompt_desk.as_list(prompts)
-        params = prompt_desk.params_for(len(given), sampling_params)
+        prompts, is_single = prompt_desk.as_list(inputs)
+        params = prompt_desk.params_for(len(prompts), sampling_params)
         with self._lock:
-            requests = self._desk.requests(given, params, self._next_id)
+            if self._is_closed:
+                raise RequestError("generate: found an LLM that was closed; needed an open one. Make another.")
+            requests = self._desk.requests(prompts, params, self._next_id)
             self._next_id += len(requests)
             self._run(requests, use_tqdm)
         outputs = [request.output() for request in requests]
         return outputs[0] if is_single else outputs
 
-    def metrics(self) -> dict[str, int | float]:
-        """Return what all calls of ``generate`` did so far; ``runtime.metrics.Counters`` explains the keys."""
+    def metrics(self) -> dict[str, Any]:
+        """Return what all calls of ``generate`` did so far; ``runtime.metrics.Counters`` explains the keys.
+
+        The ``conventional_*`` bytes are those of the same steps without replay. Under speculation these hold a
+        snapshot of the state for every token of a window, as the conventional decode needs to roll back.
+        ``tokens_per_s`` is None before the first call, ``acceptance_rate`` while no draft has been proposed.
+        """
         return self._recorder.snapshot()
 
+    def reset_metrics(self) -> None:
+        """Count from zero again, after a warm-up for instance."""
+        with self._lock:
+            self._recorder.reset()
+
     def close(self) -> None:
-        """Release the device memory; the object is not used again."""
-        self._executor.close()
+        """Release the device memory, once a running ``generate`` has ended; nothing can be generated afterwards."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._executor.close()
 
     def _run(self, requests: Sequence[Request], use_tqdm: bool) -> None:
         started = time.perf_counter()
         try:
-            with tqdm(total=len(requests), desc="requests", unit="request", disable=None if use_tqdm else True) as bar:
+            with _progress_bar(len(requests), use_tqdm) as bar:
                 for request in requests:
                     self._loop.add(request)
                 while self._loop.has_work:
@@ -187,103 +218,28 @@ class LLM:
             self._recorder.count_time(started)
 
 
+def _path(name: str, value: object) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name}: found {type(value).__name__}; needed the path of a folder.")
+    return Path(value)
+
+
+def _progress_bar(count: int, is_wanted: bool) -> Any:
+    # None shows the bar on a terminal alone; a notebook's standard error is none.
+    disable = None if "ipykernel" not in sys.modules else False
+    return tqdm(total=count, desc="requests", unit="request", disable=disable if is_wanted else True)
+
+
 def _make_drafter(config: SpeculativeConfig | None, drafter: Drafter | None) -> Drafter:
     if config is not None and drafter is not None:
         raise ConfigError("drafter: found together with speculative_config; needed one of the two.")
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise ConfigError(
+            f"drafter: found {type(drafter).__name__}; needed an object with max_draft_len, begin, observe, propose "
+            f"and end."
+        )
     if config is None:
-        return drafter or NoDrafter()
+        return NoDrafter() if drafter is None else drafter
     if isinstance(config, NGramDecodingConfig):
         return NGramDrafter(config)
     raise ConfigError(f"speculative_config: found {type(config).__name__}; needed NGramDecodingConfig.")
-
-
-def _open(
-    folder: Path, executor: ExecutorName, options: settings.Options, device: str, checkpoint_dir: Path | None
-) -> tuple[Executor, EngineLimits]:
-    if executor not in ("auto", "torch", "tensorrt"):
-        raise ConfigError(f"executor: found {executor!r}; needed 'auto', 'torch' or 'tensorrt'.")
-    manifest = read_manifest(folder) if is_engine_folder(folder) else None
-    if executor == "tensorrt" and not options.replay.enabled:
-        raise UnsupportedError(
-            "replay: found enabled=False with executor='tensorrt'; an engine has no conventional decode. "
-            "Use executor='torch'."
-        )
-    if manifest is None:
-        return _open_model(folder, executor, options, device, checkpoint_dir)
-    return _open_engine(folder, manifest, executor, options, device, checkpoint_dir)
-
-
-def _open_model(
-    folder: Path, executor: ExecutorName, options: settings.Options, device: str, checkpoint_dir: Path | None
-) -> tuple[Executor, EngineLimits]:
-    if checkpoint_dir is not None:
-        raise ConfigError(f"checkpoint_dir: found {checkpoint_dir}, and {folder} is no engine; leave it out.")
-    geometry = open_model_folder(folder, options.dtype).geometry
-    if executor == "tensorrt":
-        raise ManifestError(
-            f"{folder}: found no engine; executor='tensorrt' needed an engine folder. Build one with "
-            f"`trtllm-replayssm build`, or use executor='torch'."
-        )
-    chosen = settings.of_model(geometry, options)
-    return _torch_executor(folder, chosen, options, device), chosen.limits
-
-
-def _open_engine(
-    folder: Path,
-    manifest: Manifest,
-    executor: ExecutorName,
-    options: settings.Options,
-    device: str,
-    checkpoint_dir: Path | None,
-) -> tuple[Executor, EngineLimits]:
-    # Imported where an engine is: the torch executor needs nothing of TensorRT.
-    from trtllm_replayssm.runtime.executors import tensorrt_executor
-
-    chosen = settings.of_engine(manifest, options)
-    if executor == "auto":
-        is_usable = options.replay.enabled and device != "cpu" and tensorrt_executor.is_usable(manifest)
-        executor = "tensorrt" if is_usable else "torch"
-    if executor == "tensorrt":
-        found = tensorrt_executor.TensorRTExecutor(folder, manifest, _cuda(device), checkpoint_dir)
-        return found, chosen.limits
-    return _torch_executor(checkpoint_dir or folder, chosen, options, device), chosen.limits
-
-
-def _torch_executor(weights: Path, chosen: settings.Settings, options: settings.Options, device: str) -> TorchExecutor:
-    def load_weights(target: torch.device) -> Mapping[str, torch.Tensor]:
-        opened = open_model_folder(weights, chosen.geometry.dtype)
-        if weight_specs(opened.geometry) != weight_specs(chosen.geometry):
-            raise CheckpointError(f"{weights}: its weights are not those of the engine's model. Name another folder.")
-        if not opened.has_weights:
-            raise CheckpointError(
-                f"{weights}: found no weights in it; needed those of the model. Name the rank checkpoint they are in "
-                f"with checkpoint_dir."
-            )
-        return opened.load_weights(target)
-
-    return TorchExecutor(
-        chosen.geometry,
-        chosen.replay,
-        chosen.limits,
-        load_weights,
-        _device(device),
-        conventional=not options.replay.enabled,
-    )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: found {name!r}; needed 'auto', 'cpu', 'cuda' or 'cuda:<n>'.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: found {name!r}; needed 'auto', 'cpu', 'cuda' or 'cuda:<n>'.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: found {name!r} with {torch.cuda.device_count()} CUDA devices; use 'cpu'.")
-    return device
-
-
-def _cuda(name: str) -> torch.device:
-    return torch.device("cuda") if name == "auto" else _device(name)

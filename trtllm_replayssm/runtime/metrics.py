@@ -17,6 +17,7 @@ conventional, prefill           [c > 0] state                                   
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from trtllm_replayssm.contract import memory, protocol
 from trtllm_replayssm.contract.geometry import ModelGeometry, ReplayGeometry
@@ -32,27 +33,28 @@ class Counters:
         num_requests: requests that ran to their end.
         num_prompt_tokens: prompt tokens that ran.
         num_generated_tokens: tokens that were appended to a sequence.
-        num_prefill_steps: steps that ran a piece of a prompt.
+        num_prompt_steps: steps that ran a piece of a prompt.
         num_decode_steps: steps that ran one window of every decoding request.
         num_decode_rows: windows of all decode steps together.
         num_draft_tokens: drafts proposed and verified.
-        num_accepted_draft_tokens: drafts that entered a sequence.
+        num_accepted_drafts: drafts that entered a sequence.
         num_flushes: rows of steps that folded their pending rows into a checkpoint; prefill not counted.
         state_bytes_read: see the module's table, for the mode that ran.
         state_bytes_written: idem.
-        conventional_state_bytes_read: the same steps, conventionally.
-        conventional_state_bytes_written: idem.
+        conventional_state_bytes_read: what the same steps move without replay.
+        conventional_state_bytes_written: idem; one state, or under speculation one snapshot, per token of a window,
+            rejected drafts included.
         wall_time_s: seconds within ``generate``.
     """
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    num_prefill_steps: int = 0
+    num_prompt_steps: int = 0
     num_decode_steps: int = 0
     num_decode_rows: int = 0
     num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
+    num_accepted_drafts: int = 0
     num_flushes: int = 0
     state_bytes_read: int = 0
     state_bytes_written: int = 0
@@ -112,8 +114,8 @@ class MetricsRecorder:
     def count_step(self, plan: StepPlan, slots: Slots) -> None:
         """Count a step that ran, before its lengths are committed."""
         counters = self._counters
-        if plan.kind == "prefill":
-            counters.num_prefill_steps += 1
+        if plan.kind == "prompt":
+            counters.num_prompt_steps += 1
             counters.num_prompt_tokens += sum(len(row.token_ids) for row in plan.rows)
         else:
             counters.num_decode_steps += 1
@@ -124,7 +126,7 @@ class MetricsRecorder:
                 int(slots.past_lengths[row.slot]),
                 int(slots.checkpoint_lengths[row.slot]),
                 len(row.token_ids),
-                is_prefill=plan.window > self._replay.window,
+                is_prefill=protocol.is_prefill(plan.window, self._replay.max_draft_len),
             )
 
     def count_tokens(self, plan: StepPlan, verdicts: Sequence[Verdict], appended: Sequence[tuple[int, ...]]) -> None:
@@ -133,19 +135,23 @@ class MetricsRecorder:
             self._counters.num_generated_tokens += len(token_ids)
             # The last of a verdict's tokens is the target's own; a sequence may also end before it.
             drafts = max(0, len(verdict.new_token_ids) - 1)
-            self._counters.num_accepted_draft_tokens += min(drafts, len(token_ids))
+            self._counters.num_accepted_drafts += min(drafts, len(token_ids))
             self._counters.num_requests += row.request.is_finished
 
     def count_time(self, started: float) -> None:
         """Add the time since ``started``, a ``time.perf_counter`` value."""
         self._counters.wall_time_s += time.perf_counter() - started
 
-    def snapshot(self) -> dict[str, int | float]:
-        """Return the counters, and the ratios that users ask for first."""
+    def reset(self) -> None:
+        """Count from zero again."""
+        self._counters = Counters()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the counters, and the ratios that users ask for first; None for one of nothing."""
         c = self._counters
-        result: dict[str, int | float] = dict(asdict(c))
-        result["tokens_per_s"] = c.num_generated_tokens / c.wall_time_s if c.wall_time_s else 0.0
-        result["acceptance_rate"] = c.num_accepted_draft_tokens / c.num_draft_tokens if c.num_draft_tokens else 0.0
+        result = asdict(c)
+        result["tokens_per_s"] = c.num_generated_tokens / c.wall_time_s if c.wall_time_s else None
+        result["acceptance_rate"] = c.num_accepted_drafts / c.num_draft_tokens if c.num_draft_tokens else None
         return result
 
     def _count_traffic(self, c: int, f: int, n: int, *, is_prefill: bool) -> None:

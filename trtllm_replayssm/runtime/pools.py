@@ -1,24 +1,17 @@
-"""State pools: planned in bytes, checked against the device, then allocated. Nothing is ever set to zero."""
+"""State pools: planned in bytes, checked against the device, then allocated. A slot that is taken is not cleared."""
 
 import os
 from collections.abc import Sequence
 
 import torch
 
-from trtllm_replayssm.contract.geometry import DTYPE_BYTES, EngineLimits
+from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.contract.memory import tensor_bytes
 from trtllm_replayssm.contract.tensors import TensorSpec
 from trtllm_replayssm.errors import CapacityError
+from trtllm_replayssm.ops.dtypes import torch_dtype
 
 _GIB = 2**30
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type of a contract's type name."""
-    assert name in DTYPE_BYTES, f"{name} is not a type of the contract"
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def check_memory(
@@ -70,7 +63,10 @@ def allocate(states: Sequence[TensorSpec], limits: EngineLimits, device: torch.d
             for spec in states
         )
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA; a plain RuntimeError on the CPU
-        raise CapacityError(f"memory of {device}: the states could not be allocated ({error}).") from error
+        raise CapacityError(
+            f"memory of {device}: found no room for the states ({error}); needed that of {limits.max_batch_size} "
+            f"slots. Lower max_batch_size or max_seq_len."
+        ) from error
 
 
 def _available_bytes(device: torch.device) -> int:

@@ -1,8 +1,9 @@
 """What a user may pass to ``generate``, and the checks that every prompt passes before any runs."""
 
 import operator
+import reprlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trtllm_replayssm.config import SamplingParams
@@ -11,8 +12,12 @@ from trtllm_replayssm.errors import RequestError
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-Prompts = Prompt | Sequence[Prompt]
+Prompt = str | Sequence[int] | Mapping[str, object]
+"""Text, token ids, or a mapping with one of the keys "prompt" and "prompt_token_ids"."""
+Inputs = Prompt | Sequence[Prompt]
+PlainPrompt = str | tuple[int, ...]
+
+_KINDS = 'text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,9 @@ class PromptDesk:
     limits: EngineLimits
     tokenizer: Tokenizer | None
 
-    def requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], first_id: int) -> list[Request]:
+    def requests(
+        self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams], first_id: int
+    ) -> list[Request]:
         """Return one request per prompt; nothing runs unless all are good.
 
         Raises:
@@ -40,7 +47,7 @@ class PromptDesk:
             for number, (prompt, rules) in enumerate(zip(prompts, params, strict=True))
         ]
 
-    def _request(self, request_id: int, number: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, request_id: int, number: int, prompt: PlainPrompt, params: SamplingParams) -> Request:
         token_ids = self._token_ids(number, prompt)
         self._check_length(number, token_ids)
         self._check_params(number, params)
@@ -56,21 +63,19 @@ class PromptDesk:
             text=self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens) if self.tokenizer else None,
         )
 
-    def _token_ids(self, number: int, prompt: Prompt) -> tuple[int, ...]:
+    def _token_ids(self, number: int, prompt: PlainPrompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
                     f"prompt {number}: found text, and the model folder has no tokenizer.json; needed token ids. "
                     f"Copy the model's tokenizer.json into the folder, or pass a list of ids."
                 )
-            token_ids = tuple(self.tokenizer.encode(prompt))
-        else:
-            token_ids = tuple(_integer(number, value) for value in prompt)
+            prompt = tuple(self.tokenizer.encode(prompt))
         vocab_size = self.geometry.vocab_size
-        bad = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+        bad = [token_id for token_id in prompt if not 0 <= token_id < vocab_size]
         if bad:
             raise RequestError(f"prompt {number}: found token id {bad[0]}; needed 0 <= id < {vocab_size}.")
-        return token_ids
+        return prompt
 
     def _check_length(self, number: int, token_ids: tuple[int, ...]) -> None:
         length, limits = len(token_ids), self.limits
@@ -100,50 +105,94 @@ class PromptDesk:
             raise RequestError(f"prompt {number}: found stop or end token id {bad[0]}; needed 0 <= id < {vocab_size}.")
 
 
-def as_list(prompts: Prompts) -> tuple[list[Prompt], bool]:
+def as_list(inputs: Inputs) -> tuple[list[PlainPrompt], bool]:
     """Return the prompts as a list, and whether the caller gave a single one.
 
-    A string is one prompt, and so is a sequence of ints; anything else is a sequence of those.
+    Text, a mapping and a sequence of ints are one prompt each; any other sequence is one of prompts.
 
     Raises:
-        RequestError: neither.
+        RequestError: none of these; the prompt is named by its number.
     """
-    if isinstance(prompts, str):
-        return [prompts], True
-    try:
-        items = list(prompts)
-    except TypeError:
-        raise RequestError(
-            f"prompts: found {type(prompts).__name__}; needed text, token ids or a list of those."
-        ) from None
+    if isinstance(inputs, str | Mapping):
+        return [_plain(0, inputs)], True
+    items = _items(inputs)
+    if items is None:
+        raise RequestError(f"inputs: found {_type_name(inputs)}; needed {_KINDS}, or a list of those.")
     if not items:
-        raise RequestError("prompts: found an empty list; needed at least one prompt or token.")
-    if all(_is_integer(item) for item in items):
-        return [[operator.index(item) for item in items]], True  # type: ignore[arg-type]
-    for number, item in enumerate(items):
-        if not isinstance(item, str) and not hasattr(item, "__iter__"):
-            raise RequestError(f"prompt {number}: found {type(item).__name__}; needed text or a list of token ids.")
-    return items, False  # type: ignore[return-value]
+        raise RequestError("inputs: found an empty list; needed at least one prompt or token.")
+    if any(_index(item) is not None for item in items):
+        return [_plain(0, items)], True
+    return [_plain(number, item) for number, item in enumerate(items)], False
 
 
 def params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> Sequence[SamplingParams]:
     """Return one ``SamplingParams`` per prompt.
 
     Raises:
-        RequestError: a list of another length.
+        RequestError: something else, or a list of another length.
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    items = _items(params)
+    strangers = [params] if items is None else [item for item in items if not isinstance(item, SamplingParams)]
+    if strangers:
+        raise RequestError(
+            f"sampling_params: found {_type_name(strangers[0])}; needed SamplingParams, or a list of them, one per "
+            f"prompt."
+        )
     if len(params) != count:
         raise RequestError(f"sampling_params: found {len(params)} for {count} prompts; needed one, or one per prompt.")
     return params
 
 
-def _is_integer(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _plain(number: int, prompt: object) -> PlainPrompt:
+    content = _content(number, prompt) if isinstance(prompt, Mapping) else prompt
+    if isinstance(content, str):
+        return content
+    items = _items(content)
+    if items is None:
+        raise RequestError(f"prompt {number}: found {_type_name(content)}; needed {_KINDS}.")
+    return tuple(_token_id(number, item) for item in items)
 
 
-def _integer(number: int, value: object) -> int:
-    if not _is_integer(value):
-        raise RequestError(f"prompt {number}: found {value!r} among its token ids; needed whole numbers.")
-    return operator.index(value)  # type: ignore[arg-type]
+def _content(number: int, prompt: Mapping[object, object]) -> object:
+    """Return what a mapping holds: text under "prompt", token ids under "prompt_token_ids"."""
+    key = next(iter(prompt), None)
+    if len(prompt) != 1 or key not in ("prompt", "prompt_token_ids"):
+        raise RequestError(f"prompt {number}: found a mapping with the keys {list(prompt)}; needed {_KINDS}.")
+    content = prompt[key]
+    if isinstance(content, str) != (key == "prompt"):
+        raise RequestError(f"prompt {number}: found {_type_name(content)} under {key!r}; needed {_KINDS}.")
+    return content
+
+
+def _items(value: object) -> list[object] | None:
+    """Return the items of a list or whatever is like one, an array for instance; None for anything else."""
+    is_like_a_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    if not is_like_a_list or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        return None
+    try:
+        return list(value)  # type: ignore[call-overload, no-any-return]
+    except TypeError:  # an array without dimensions
+        return None
+
+
+def _token_id(number: int, value: object) -> int:
+    token_id = _index(value)
+    if token_id is None:
+        raise RequestError(f"prompt {number}: found {reprlib.repr(value)} among its token ids; needed whole numbers.")
+    return token_id
+
+
+def _index(value: object) -> int | None:
+    # An array of one element has __index__ as well, yet it is a list of one.
+    if isinstance(value, bool) or getattr(value, "ndim", 0) > 0:
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__

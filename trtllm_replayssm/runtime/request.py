@@ -40,7 +40,7 @@ class Request:
         text: detokenised output, or None without a tokenizer.
         slot: row of the state pools while prefilling or decoding, else None.
         state: where the request stands; changed by ``move_to`` alone.
-        token_ids: generated tokens. The last is pending: it is not yet in the recurrent state.
+        token_ids: generated tokens. The last is the newest token, which the recurrent state does not hold yet.
         cumulative_logprob: sum of the tokens' log-probabilities.
         finish_reason: why it ended.
         stop_reason: the stop string or token id that ended it.

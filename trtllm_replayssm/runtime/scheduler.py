@@ -52,7 +52,7 @@ class Scheduler:
         prefilling = [r for r in self._running.values() if r.state is RequestState.PREFILL]
         decoding = [slot for slot in sorted(self._running) if self._running[slot].state is RequestState.DECODE]
         if prefilling and not (decoding and self._is_decode_due):
-            return self._plan_prefill(min(prefilling, key=lambda request: request.request_id))
+            return self._plan_prompt(min(prefilling, key=lambda request: request.request_id))
         self._is_decode_due = False
         return self._plan_decode(decoding)
 
@@ -74,14 +74,14 @@ class Scheduler:
         self._is_decode_due = False
         return dropped
 
-    def _plan_prefill(self, request: Request) -> StepPlan:
+    def _plan_prompt(self, request: Request) -> StepPlan:
         assert request.slot is not None, "a prefilling request has a slot"
         start = int(self._slots.past_lengths[request.slot])
         piece = request.prompt_token_ids[start : start + self._max_num_tokens]
         is_last = start + len(piece) == len(request.prompt_token_ids)
         self._is_decode_due = not is_last
         row = RowPlan(request, request.slot, piece, num_drafts=0, is_sampled=is_last)
-        return StepPlan("prefill", (row,), first_slot=request.slot, num_rows=1)
+        return StepPlan("prompt", (row,), first_slot=request.slot, num_rows=1)
 
     def _plan_decode(self, slots: Sequence[int]) -> StepPlan:
         rows = tuple(

@@ -2,23 +2,16 @@
 
 from dataclasses import dataclass
 
-from pydantic import ValidationError
+from pydantic import InstanceOf, ValidationError
 
-from trtllm_replayssm.config import ReplayConfig
-from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.config import ReplayConfig, UserOptions
+from trtllm_replayssm.contract import defaults, protocol
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import Manifest
-from trtllm_replayssm.errors import ConfigError
-
-DEFAULT_BATCH_SIZE = 8
-# A cache of the model's whole context for every slot would fill most devices; who needs more says so.
-DEFAULT_MAX_SEQ_LEN = 4096
-# A prompt piece long enough to keep a GPU busy, short enough not to stall the other requests for long.
-DEFAULT_MAX_NUM_TOKENS = 2048
+from trtllm_replayssm.errors import ConfigError, validation_text
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(UserOptions):
     """The user's wishes; None where there is none.
 
     Attributes:
@@ -34,7 +27,7 @@ class Options:
     max_batch_size: int | None
     max_seq_len: int | None
     max_num_tokens: int | None
-    replay: ReplayConfig
+    replay: InstanceOf[ReplayConfig]
     max_draft_len: int
 
 
@@ -65,12 +58,12 @@ def of_model(geometry: ModelGeometry, options: Options) -> Settings:
     )
     max_seq_len = options.max_seq_len
     if max_seq_len is None:
-        max_seq_len = min(geometry.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+        max_seq_len = min(geometry.max_position_embeddings, defaults.MAX_SEQ_LEN)
     if max_seq_len < 2:
         raise ConfigError(f"max_seq_len: found {max_seq_len}; needed 2 or more, a prompt token and a generated one.")
-    max_num_tokens = DEFAULT_MAX_NUM_TOKENS if options.max_num_tokens is None else options.max_num_tokens
+    max_num_tokens = defaults.MAX_NUM_TOKENS if options.max_num_tokens is None else options.max_num_tokens
     limits = _limits(
-        max_batch_size=DEFAULT_BATCH_SIZE if options.max_batch_size is None else options.max_batch_size,
+        max_batch_size=defaults.MAX_BATCH_SIZE if options.max_batch_size is None else options.max_batch_size,
         max_input_len=max_seq_len - 1,
         max_seq_len=max_seq_len,
         max_num_tokens=min(max_num_tokens, max_seq_len - 1),
@@ -128,4 +121,4 @@ def _limits(**values: int) -> EngineLimits:
     try:
         return EngineLimits(**values)
     except ValidationError as error:
-        raise ConfigError(f"limits: {error.errors()[0]['msg'].removeprefix('Value error, ')}.") from error
+        raise ConfigError(f"limits: {validation_text(error)}.") from error

@@ -8,8 +8,6 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from trtllm_replayssm.errors import CapacityError
-
 
 class Slots:
     """A free list, and the counters of every slot.
@@ -23,38 +21,21 @@ class Slots:
         self.past_lengths: npt.NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self.checkpoint_lengths: npt.NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self._free = list(range(count))
-        self._in_use: set[int] = set()
-
-    @property
-    def count(self) -> int:
-        """All slots, free ones included."""
-        return len(self.past_lengths)
 
     @property
     def num_free(self) -> int:
         """Slots that ``acquire`` can still give."""
         return len(self._free)
 
-    @property
-    def end(self) -> int:
-        """One past the highest slot in use: the rows of a decode step."""
-        return max(self._in_use, default=-1) + 1
-
     def acquire(self) -> int:
-        """Take the lowest free slot, so that decode steps stay narrow, and set its counters to 0.
-
-        Raises:
-            CapacityError: none is free.
-        """
-        if not self._free:
-            raise CapacityError(f"slots: found none free of {self.count}; needed one. Raise max_batch_size.")
+        """Take the lowest free slot, so that decode steps stay narrow, and set its counters to 0; one must be free."""
+        assert self._free, "the scheduler takes a slot only while one is free"
         slot = heapq.heappop(self._free)
-        self._in_use.add(slot)
         self.past_lengths[slot] = 0
         self.checkpoint_lengths[slot] = 0
         return slot
 
     def release(self, slot: int) -> None:
         """Give a slot back. Its memory and counters stay as they are until it is taken again."""
-        self._in_use.remove(slot)
+        assert slot not in self._free, f"slot {slot} is given back twice"
         heapq.heappush(self._free, slot)

@@ -12,7 +12,7 @@ import torch
 
 from trtllm_replayssm.runtime.request import Request
 
-StepKind = Literal["prefill", "decode"]
+StepKind = Literal["prompt", "decode"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class RowPlan:
     Attributes:
         request: whose tokens they are.
         slot: the request's slot.
-        token_ids: the window, in order: a piece of the prompt, or the pending token and then the drafts.
+        token_ids: the window, in order: a piece of the prompt, or the newest token and then the drafts.
         num_drafts: how many of the last window tokens are drafts.
         is_sampled: whether new tokens are chosen from the window's logits; False for a prompt piece but the last.
     """
@@ -48,7 +48,7 @@ class StepPlan:
     """Who runs, and with which tokens.
 
     Attributes:
-        kind: "prefill" runs a piece of one prompt, "decode" one window of every decoding request.
+        kind: "prompt" runs a piece of one prompt, "decode" one window of every decoding request.
         rows: the rows that have a slot, ascending by slot; the others are padding.
         first_slot: slot of row 0.
         num_rows: B.

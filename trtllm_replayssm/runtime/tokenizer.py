@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as _FastTokenizer
 
-from trtllm_replayssm.errors import RequestError
+from trtllm_replayssm.errors import CheckpointError
 from trtllm_replayssm.runtime.text_stream import TextStream
 
 
@@ -16,14 +16,16 @@ class Tokenizer:
         file: a ``tokenizer.json``.
 
     Raises:
-        RequestError: the file cannot be read as a tokenizer.
+        CheckpointError: the file cannot be read as a tokenizer.
     """
 
     def __init__(self, file: Path) -> None:
         try:
             self._tokenizer = _FastTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for every malformed file
-            raise RequestError(f"{file}: found no readable tokenizer ({error}); needed a tokenizer.json.") from error
+            raise CheckpointError(
+                f"{file}: found no readable tokenizer ({error}); needed a tokenizer.json. Copy the model's again."
+            ) from error
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":

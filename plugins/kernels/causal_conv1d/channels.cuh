@@ -11,11 +11,6 @@ struct alignas(CHANNELS_PER_THREAD * sizeof(ACTIVATION_TYPE)) Channels {
   ACTIVATION_TYPE elements[CHANNELS_PER_THREAD];
 };
 
-__device__ inline bool is_aligned(const void* pointer, int64_t stride_batch, int64_t stride_token) {
-  const uint64_t strides = static_cast<uint64_t>(stride_batch | stride_token) * sizeof(ACTIVATION_TYPE);
-  return ((reinterpret_cast<uint64_t>(pointer) | strides) % sizeof(Channels)) == 0;
-}
-
 __device__ inline Channels load_channels(const ACTIVATION_TYPE* source, bool is_aligned) {
   if (is_aligned) return *reinterpret_cast<const Channels*>(source);
   Channels channels;
@@ -32,7 +27,8 @@ struct Taps {
 __device__ inline void load_taps(const CausalConv1dParams& params, int channel, Taps& taps) {
   const ACTIVATION_TYPE* weight = static_cast<const ACTIVATION_TYPE*>(params.weight) + channel * D_CONV;
   const ACTIVATION_TYPE* bias = static_cast<const ACTIVATION_TYPE*>(params.bias);
-  const bool is_weight_aligned = is_aligned(params.weight, 0, 0), is_bias_aligned = is_aligned(bias, 0, 0);
+  const bool is_weight_aligned = is_aligned<sizeof(Channels)>(weight, 0);
+  const bool is_bias_aligned = is_aligned<sizeof(Channels)>(bias, 0);
 #pragma unroll
   for (int k = 0; k < D_CONV; ++k) {
     const Channels part = load_channels(weight + k * CHANNELS_PER_THREAD, is_weight_aligned);

@@ -1,7 +1,11 @@
 // The only argument of the causal convolution kernels. Shapes and symbols: contract/plugin_io.py.
-// Packed from Python by plugins/launch.py and from C++ by plugins/cpp; the size and offsets are compared by a test.
+// Packed from Python by plugins/params.py and from C++ by plugins/cpp; the size and offsets are compared by a test.
 #pragma once
 #include <cstdint>
+
+// Both kernels are right for every window; the step kernel is launched up to this many tokens, as decoding and
+// verification have them at most (max_draft_len 7), and the prefill kernel, which shares a window out, beyond.
+constexpr int64_t LONGEST_STEP_WINDOW = 8;
 
 struct CausalConv1dParams {
   const void* x;             // [B, S, D] activation type, channels contiguous

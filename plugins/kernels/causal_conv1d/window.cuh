@@ -18,7 +18,7 @@ struct ConvRow {
   int index;  // row of the step
   int slot;
   int past;
-  int n_tokens;
+  int num_tokens;
   int channel;  // this thread's first
   bool is_x_aligned;
 
@@ -27,10 +27,11 @@ struct ConvRow {
         index(blockIdx.y),
         slot(params.slot_ids[index]),
         past(params.past_lengths[index]),
-        n_tokens(max(0, min(params.num_tokens[index], params.seq_len))),
+        num_tokens(max(0, min(params.num_tokens[index], params.seq_len))),
         channel(channel),
-        is_x_aligned(is_aligned(params.x, params.x_stride_batch, params.x_stride_token)) {
-    if (slot < 0) n_tokens = 0;
+        is_x_aligned(is_aligned<sizeof(Channels)>(
+            params.x, (params.x_stride_batch | params.x_stride_token) * static_cast<int>(sizeof(ACTIVATION_TYPE)))) {
+    if (slot < 0) num_tokens = 0;
   }
 
   __device__ Channels x(int token) const {
@@ -66,13 +67,13 @@ __device__ inline Previous load_previous(const ConvRow& row, int first) {
 // Keep the window's last tokens, as many as the ring has rows.
 __device__ inline void append_window(const ConvRow& row) {
 #pragma unroll 1
-  for (int token = max(0, row.n_tokens - row.params.ring_rows); token < row.n_tokens; ++token) {
+  for (int token = max(0, row.num_tokens - row.params.ring_rows); token < row.num_tokens; ++token) {
     *row.ring(row.past + token) = row.x(token);
   }
 }
 
 __device__ inline void convolve_tile(const ConvRow& row, const Taps& taps, int first, Previous& previous) {
-  const int last = min(first + TOKENS_PER_TILE, row.n_tokens);
+  const int last = min(first + TOKENS_PER_TILE, row.num_tokens);
   // One batch at a time: taps and previous tokens leave registers for no more.
 #pragma unroll 1
   for (int base = first; base < last; base += TOKENS_PER_BATCH) {
@@ -93,12 +94,12 @@ __device__ inline void run_window(const CausalConv1dParams& params) {
   const int channel = (blockIdx.x / TOKEN_SPLITS * BLOCK_THREADS + threadIdx.x) * CHANNELS_PER_THREAD;
   if (channel >= CONV_DIM) return;
   const ConvRow row(params, channel);
-  for (int token = row.n_tokens + split; token < params.seq_len; token += TOKEN_SPLITS) *row.y(token) = Channels{};
-  if (split * TOKENS_PER_TILE >= row.n_tokens) return;
+  for (int token = row.num_tokens + split; token < params.seq_len; token += TOKEN_SPLITS) *row.y(token) = Channels{};
+  if (split * TOKENS_PER_TILE >= row.num_tokens) return;
 
   Taps taps;
   load_taps(params, channel, taps);
-  for (int first = split * TOKENS_PER_TILE; first < row.n_tokens; first += TOKEN_SPLITS * TOKENS_PER_TILE) {
+  for (int first = split * TOKENS_PER_TILE; first < row.num_tokens; first += TOKEN_SPLITS * TOKENS_PER_TILE) {
     Previous previous = load_previous(row, first);
     convolve_tile(row, taps, first, previous);
     if (first == 0) append_window(row);  // only the first tile reads the ring, and it has

@@ -1,6 +1,7 @@
-// The flush predicate of the checkpoint-and-ring protocol; compiles as host C++ and as device code.
-// The same function in Python: trtllm_replayssm/contract/protocol.py (a test compares them exhaustively).
+// The predicates of the checkpoint-and-ring protocol; compiles as host C++ and as device code.
+// The same functions in Python: trtllm_replayssm/contract/protocol.py (a test compares them exhaustively).
 #pragma once
+#include <cstdint>
 
 #ifdef __CUDACC__
 #define REPLAY_HOST_DEVICE __host__ __device__
@@ -10,15 +11,17 @@
 
 namespace replay {
 
+// Most rows of a step: they are the y axis of the grid (CUDA programming guide).
+constexpr int64_t MAX_ROWS = 65535;
+
+// Is a window of seq_len tokens a prefill, which folds everything and leaves nothing pending? Else it is a step.
+REPLAY_HOST_DEVICE inline bool is_prefill(int64_t seq_len, int max_draft_len) {
+  return seq_len > 1 + static_cast<int64_t>(max_draft_len);
+}
+
 // Committed tokens c = past_length, folded tokens f = checkpoint_length: fold the rows [f, c) before the window?
 REPLAY_HOST_DEVICE inline bool needs_flush(int past_length, int checkpoint_length, int history, int max_draft_len) {
   return past_length - checkpoint_length + 1 + max_draft_len > history;
-}
-
-// Tokens folded after a decode or verification step.
-REPLAY_HOST_DEVICE inline int advance_checkpoint(int past_length, int checkpoint_length, int history,
-                                                 int max_draft_len) {
-  return needs_flush(past_length, checkpoint_length, history, max_draft_len) ? past_length : checkpoint_length;
 }
 
 // The ring row of the token at an absolute position.

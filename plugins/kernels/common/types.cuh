@@ -78,16 +78,4 @@ __device__ inline void load_as_float(const T* source, float (&values)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) values[i] = to_float(access.elements[i]);
 }
 
-template <int COUNT, typename T>
-__device__ inline void store_from_float(T* target, const float (&values)[COUNT]) {
-  constexpr int BYTES = COUNT * static_cast<int>(sizeof(T));
-  struct alignas(BYTES < 16 ? BYTES : 16) Access {
-    T elements[COUNT];
-  };
-  Access access;
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) access.elements[i] = from_float<T>(values[i]);
-  *reinterpret_cast<Access*>(target) = access;
-}
-
 }  // namespace replay

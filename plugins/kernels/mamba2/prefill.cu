@@ -17,12 +17,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
   const TilePosition position;
 
   zero_unused_outputs(tensors);
-  const int n_total = row.pending + row.n_tokens;
-  if (row.slot < 0 || n_total == 0) return;
+  const int num_total = row.pending + row.num_tokens;
+  if (row.slot < 0 || num_total == 0) return;
 
   StateTile tile;
   load_tile(tensors.state(), row.checkpoint == 0, position, tile);
-  Chunk chunk{0, min(CHUNK_SIZE, n_total)};
+  Chunk chunk{0, min(CHUNK_SIZE, num_total)};
   int buffer = 0;
   stage_chunk(tensors, chunk, ChunkShared(shared_memory, buffer));
   store_dt(tensors, chunk, load_dt(tensors, chunk), ChunkShared(shared_memory, buffer));
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
   while (chunk.count > 0) {
     ptx::wait_for_copies();
     __syncthreads();  // this chunk is staged, and nobody reads the other buffer any more
-    const Chunk next{chunk.first + chunk.count, min(CHUNK_SIZE, n_total - chunk.first - chunk.count)};
+    const Chunk next{chunk.first + chunk.count, min(CHUNK_SIZE, num_total - chunk.first - chunk.count)};
     const ChunkShared next_shared(shared_memory, 1 - buffer);
     stage_chunk(tensors, next, next_shared);
     const float next_dt = load_dt(tensors, next);

@@ -13,7 +13,7 @@ struct Row {
   int past;        // committed tokens c
   int checkpoint;  // folded tokens f
   int pending;     // c - f
-  int n_tokens;    // of the window
+  int num_tokens;  // of the window
 
   // Lengths that break the protocol must not lead outside of shared memory, hence the clamps. All four loads are
   // unconditional, so that they are under way together.
@@ -24,8 +24,8 @@ struct Row {
         past(params.past_lengths[index]),
         checkpoint(params.checkpoint_lengths[index]),
         pending(max(0, min(past - checkpoint, max_pending))),
-        n_tokens(max(0, min(params.num_tokens[index], params.seq_len))) {
-    if (slot < 0) n_tokens = 0;
+        num_tokens(max(0, min(params.num_tokens[index], params.seq_len))) {
+    if (slot < 0) num_tokens = 0;
   }
 
   __device__ int group() const { return head / HEADS_PER_GROUP; }
@@ -75,21 +75,21 @@ struct Tensors {
 
   __device__ bool is_x_aligned() const {
     constexpr int SIZE = sizeof(ACTIVATION_TYPE);
-    return is_aligned_16(params.x, (params.x_stride_batch | params.x_stride_token | params.x_stride_head) * SIZE);
+    return is_aligned<16>(params.x, (params.x_stride_batch | params.x_stride_token | params.x_stride_head) * SIZE);
   }
   __device__ bool is_B_aligned() const {
     constexpr int SIZE = sizeof(ACTIVATION_TYPE);
-    return is_aligned_16(params.B, (params.B_stride_batch | params.B_stride_token | params.B_stride_group) * SIZE);
+    return is_aligned<16>(params.B, (params.B_stride_batch | params.B_stride_token | params.B_stride_group) * SIZE);
   }
   __device__ bool is_C_aligned() const {
     constexpr int SIZE = sizeof(ACTIVATION_TYPE);
-    return is_aligned_16(params.C, (params.C_stride_batch | params.C_stride_token | params.C_stride_group) * SIZE);
+    return is_aligned<16>(params.C, (params.C_stride_batch | params.C_stride_token | params.C_stride_group) * SIZE);
   }
 };
 
 // Outputs beyond the row's tokens, and all outputs of a padding row, are zero.
 __device__ inline void zero_unused_outputs(const Tensors& tensors) {
-  const int first = tensors.row.n_tokens, count = tensors.params.seq_len - first;
+  const int first = tensors.row.num_tokens, count = tensors.params.seq_len - first;
   for (int i = threadIdx.x; i < count * HEAD_DIM; i += BLOCK_THREADS) {
     tensors.y(first + i / HEAD_DIM)[i % HEAD_DIM] = from_float<ACTIVATION_TYPE>(0.0f);
   }

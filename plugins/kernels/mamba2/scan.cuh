@@ -38,15 +38,15 @@ struct Chunk {
 // Start copying a chunk's B, C and x; wait_for_copies() and a barrier complete it.
 __device__ inline void stage_chunk(const Tensors& tensors, Chunk chunk, const ChunkShared& shared) {
   const int pending = tensors.row.pending, base = tensors.row.checkpoint + chunk.first;
-  const int n_ring = max(0, min(chunk.count, pending - chunk.first)), n_window = chunk.count - n_ring;
-  const int token = chunk.first + n_ring - pending;
-  stage_rows<D_STATE, D_STATE>(shared.B, n_ring, true, [&](int i) { return tensors.B_ring(base + i); });
-  stage_rows<HEAD_DIM, HEAD_DIM>(shared.x, n_ring, true, [&](int i) { return tensors.x_ring(base + i); });
-  stage_rows<D_STATE, D_STATE>(shared.B + n_ring * D_STATE, n_window, tensors.is_B_aligned(),
+  const int num_ring = max(0, min(chunk.count, pending - chunk.first)), num_window = chunk.count - num_ring;
+  const int token = chunk.first + num_ring - pending;
+  stage_rows<D_STATE, D_STATE>(shared.B, num_ring, true, [&](int i) { return tensors.B_ring(base + i); });
+  stage_rows<HEAD_DIM, HEAD_DIM>(shared.x, num_ring, true, [&](int i) { return tensors.x_ring(base + i); });
+  stage_rows<D_STATE, D_STATE>(shared.B + num_ring * D_STATE, num_window, tensors.is_B_aligned(),
                                [&](int i) { return tensors.B(token + i); });
-  stage_rows<D_STATE, D_STATE>(shared.C + n_ring * D_STATE, n_window, tensors.is_C_aligned(),
+  stage_rows<D_STATE, D_STATE>(shared.C + num_ring * D_STATE, num_window, tensors.is_C_aligned(),
                                [&](int i) { return tensors.C(token + i); });
-  stage_rows<HEAD_DIM, HEAD_DIM>(shared.x + n_ring * HEAD_DIM, n_window, tensors.is_x_aligned(),
+  stage_rows<HEAD_DIM, HEAD_DIM>(shared.x + num_ring * HEAD_DIM, num_window, tensors.is_x_aligned(),
                                  [&](int i) { return tensors.x(token + i); });
 }
 
@@ -64,21 +64,6 @@ __device__ inline void store_dt(const Tensors& tensors, Chunk chunk, float dt, c
   if (chunk.first + i >= tensors.row.pending) dt = softplus(dt + tensors.params.dt_bias[head]);
   shared.dt[i] = dt;
   shared.decay[i] = expf(tensors.params.A[head] * dt);
-}
-
-// partial[pass] = this lane's share of (state row) . C.
-__device__ inline void multiply_state(const StateValues& state, TilePosition position, const ACTIVATION_TYPE* C,
-                                      float (&partial)[PASSES]) {
-#pragma unroll
-  for (int v = 0; v < VECTORS_PER_LANE; ++v) {
-    float c[STATE_VECTOR];
-    load_as_float(C + position.column(v), c);
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-#pragma unroll
-      for (int i = 0; i < STATE_VECTOR; ++i) partial[pass] += state.values[pass][v][i] * c[i];
-    }
-  }
 }
 
 // S = exp(A dt) S + dt x B^T, and y = S C + D x for window tokens.

@@ -38,16 +38,16 @@ struct StepShared {
 // Start all loads of ring and window; wait_for_copies() and a barrier complete them.
 __device__ inline void stage_inputs(const Tensors& tensors, const StepShared& shared) {
   const Row& row = tensors.row;
-  const int pending = row.pending, n_tokens = row.n_tokens;
+  const int pending = row.pending, num_tokens = row.num_tokens;
   stage_rows<D_STATE, D_STATE>(shared.B, pending, true, [&](int i) { return tensors.B_ring(row.checkpoint + i); });
   stage_rows<HEAD_DIM, X_STRIDE>(shared.x, pending, true, [&](int i) { return tensors.x_ring(row.checkpoint + i); });
-  stage_rows<D_STATE, D_STATE>(shared.B + pending * D_STATE, n_tokens, tensors.is_B_aligned(),
+  stage_rows<D_STATE, D_STATE>(shared.B + pending * D_STATE, num_tokens, tensors.is_B_aligned(),
                                [&](int i) { return tensors.B(i); });
-  stage_rows<D_STATE, D_STATE>(shared.C, n_tokens, tensors.is_C_aligned(), [&](int i) { return tensors.C(i); });
-  stage_rows<HEAD_DIM, X_STRIDE>(shared.x + pending * X_STRIDE, n_tokens, tensors.is_x_aligned(),
+  stage_rows<D_STATE, D_STATE>(shared.C, num_tokens, tensors.is_C_aligned(), [&](int i) { return tensors.C(i); });
+  stage_rows<HEAD_DIM, X_STRIDE>(shared.x + pending * X_STRIDE, num_tokens, tensors.is_x_aligned(),
                                  [&](int i) { return tensors.x(i); });
   const float dt_bias = tensors.params.dt_bias[row.head];
-  for (int i = threadIdx.x; i < pending + n_tokens; i += BLOCK_THREADS) {
+  for (int i = threadIdx.x; i < pending + num_tokens; i += BLOCK_THREADS) {
     shared.dt[i] = i < pending ? *tensors.dt_ring(row.checkpoint + i) : softplus(tensors.raw_dt(i - pending) + dt_bias);
   }
 }
@@ -56,14 +56,14 @@ __device__ inline void stage_inputs(const Tensors& tensors, const StepShared& sh
 // the group's first head alone.
 __device__ inline void append_window(const Tensors& tensors, const StepShared& shared) {
   const Row& row = tensors.row;
-  const int pending = row.pending, n_tokens = row.n_tokens;
-  store_rows<HEAD_DIM, X_STRIDE>(shared.x + pending * X_STRIDE, n_tokens,
+  const int pending = row.pending, num_tokens = row.num_tokens;
+  store_rows<HEAD_DIM, X_STRIDE>(shared.x + pending * X_STRIDE, num_tokens,
                                  [&](int i) { return tensors.x_ring(row.past + i); });
   if (row.head % HEADS_PER_GROUP == 0) {
-    store_rows<D_STATE, D_STATE>(shared.B + pending * D_STATE, n_tokens,
+    store_rows<D_STATE, D_STATE>(shared.B + pending * D_STATE, num_tokens,
                                  [&](int i) { return tensors.B_ring(row.past + i); });
   }
-  for (int i = threadIdx.x; i < n_tokens; i += BLOCK_THREADS) {
+  for (int i = threadIdx.x; i < num_tokens; i += BLOCK_THREADS) {
     *tensors.dt_ring(row.past + i) = shared.dt[pending + i];
   }
 }

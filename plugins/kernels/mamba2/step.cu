@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 
   zero_unused_outputs(tensors);
   const bool is_flush = needs_flush(row.past, row.checkpoint, HISTORY, MAX_DRAFT_LEN);
-  if (row.slot < 0 || (row.n_tokens == 0 && !is_flush)) return;
+  if (row.slot < 0 || (row.num_tokens == 0 && !is_flush)) return;
 
   // All loads are under way before the first is waited for: the checkpoint to registers, the rest to shared memory.
   const float A = params.A[row.head], D = params.D[row.head];

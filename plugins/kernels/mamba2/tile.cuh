@@ -12,13 +12,13 @@ namespace replay {
 
 constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
 constexpr int HEADS_PER_GROUP = N_HEADS / N_GROUPS;
-constexpr int N_WARPS = BLOCK_THREADS / WARP_SIZE;
+constexpr int NUM_WARPS = BLOCK_THREADS / WARP_SIZE;
 constexpr int STATE_VECTOR = elements_per_vector<STATE_TYPE>;
 constexpr int VECTORS_PER_LANE = D_STATE / (LANES_PER_ROW * STATE_VECTOR);
 constexpr int ROWS_PER_PASS = WARP_SIZE / LANES_PER_ROW;
-constexpr int PASSES = HEAD_DIM / (ROWS_PER_PASS * N_WARPS);
+constexpr int PASSES = HEAD_DIM / (ROWS_PER_PASS * NUM_WARPS);
 static_assert(VECTORS_PER_LANE * LANES_PER_ROW * STATE_VECTOR == D_STATE, "the lanes of a row cover it exactly");
-static_assert(PASSES * ROWS_PER_PASS * N_WARPS == HEAD_DIM, "the warps of a block cover the head exactly");
+static_assert(PASSES * ROWS_PER_PASS * NUM_WARPS == HEAD_DIM, "the warps of a block cover the head exactly");
 
 struct TilePosition {
   int lane;       // within the row's lanes
@@ -78,6 +78,34 @@ __device__ inline void pack_tile(const StateValues& state, StateTile& tile) {
   for (int pass = 0; pass < PASSES; ++pass) {
 #pragma unroll
     for (int v = 0; v < VECTORS_PER_LANE; ++v) tile.vectors[pass][v] = pack<STATE_TYPE>(state.values[pass][v]);
+  }
+}
+
+// One vector of the state in fp32, from either form.
+__device__ inline void load_vector(const StateTile& tile, int pass, int v, float (&values)[STATE_VECTOR]) {
+  unpack<STATE_TYPE>(tile.vectors[pass][v], values);
+}
+
+__device__ inline void load_vector(const StateValues& state, int pass, int v, float (&values)[STATE_VECTOR]) {
+#pragma unroll
+  for (int i = 0; i < STATE_VECTOR; ++i) values[i] = state.values[pass][v][i];
+}
+
+// partial[pass] += this lane's share of (state row) . C; State is StateTile or StateValues.
+template <typename State>
+__device__ inline void multiply_state(const State& state, TilePosition position, const ACTIVATION_TYPE* C,
+                                      float (&partial)[PASSES]) {
+#pragma unroll
+  for (int v = 0; v < VECTORS_PER_LANE; ++v) {
+    float c[STATE_VECTOR];
+    load_as_float(C + position.column(v), c);
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      float values[STATE_VECTOR];
+      load_vector(state, pass, v, values);
+#pragma unroll
+      for (int i = 0; i < STATE_VECTOR; ++i) partial[pass] += values[i] * c[i];
+    }
   }
 }
 

@@ -37,10 +37,10 @@ __device__ inline float group_score(const ACTIVATION_TYPE* B_row, const ACTIVATI
 // shared.weights[token][0]: decay of the checkpoint; [token][1 + i]: weight of staged row first + i, i <= pending +
 // token - first. D is added to a token's weight on its own x.
 __device__ inline void compute_window_weights(const Row& row, const StepShared& shared, int first, float A, float D) {
-  const int rows = 1 + row.pending + row.n_tokens - first, pairs = row.n_tokens * rows;
+  const int rows = 1 + row.pending + row.num_tokens - first, pairs = row.num_tokens * rows;
   const int lane = threadIdx.x % PAIR_LANES;
   // The bound depends on the warp alone: the sums over lanes need all of its lanes.
-  for (int base = threadIdx.x / WARP_SIZE * PAIRS_PER_WARP; base < pairs; base += N_WARPS * PAIRS_PER_WARP) {
+  for (int base = threadIdx.x / WARP_SIZE * PAIRS_PER_WARP; base < pairs; base += NUM_WARPS * PAIRS_PER_WARP) {
     const int pair = base + threadIdx.x % WARP_SIZE / PAIR_LANES;
     const bool is_pair = pair < pairs;
     const int token = is_pair ? pair / rows : 0, column = is_pair ? pair % rows : 0;
@@ -58,7 +58,7 @@ __device__ inline void compute_window_weights(const Row& row, const StepShared& 
 // shared.fold_weights[0]: decay of the checkpoint over the pending rows; [1 + i]: weight of pending row i.
 __device__ inline void compute_fold_weights(const Row& row, const StepShared& shared, float A) {
   const int lane = threadIdx.x % PAIR_LANES;
-  for (int base = threadIdx.x / WARP_SIZE * PAIRS_PER_WARP; base <= row.pending; base += N_WARPS * PAIRS_PER_WARP) {
+  for (int base = threadIdx.x / WARP_SIZE * PAIRS_PER_WARP; base <= row.pending; base += NUM_WARPS * PAIRS_PER_WARP) {
     const int column = base + threadIdx.x % WARP_SIZE / PAIR_LANES;
     float weight = decay_over(shared.dt, column, row.pending - 1, A, lane);
     if (column > 0 && column <= row.pending) weight *= shared.dt[column - 1];

@@ -6,30 +6,13 @@
 
 namespace replay {
 
-// partial[pass] += this lane's share of (state row) . C.
-__device__ inline void multiply_tile(const StateTile& tile, TilePosition position, const ACTIVATION_TYPE* C,
-                                     float (&partial)[PASSES]) {
-#pragma unroll
-  for (int v = 0; v < VECTORS_PER_LANE; ++v) {
-    float c[STATE_VECTOR];
-    load_as_float(C + position.column(v), c);
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-      float state[STATE_VECTOR];
-      unpack<STATE_TYPE>(tile.vectors[pass][v], state);
-#pragma unroll
-      for (int i = 0; i < STATE_VECTOR; ++i) partial[pass] += state[i] * c[i];
-    }
-  }
-}
-
 // `first` is the first staged row that is not in the checkpoint.
 __device__ inline void compute_window(const Tensors& tensors, const StepShared& shared, TilePosition position,
                                       const StateTile& tile, int first) {
-  for (int token = 0; token < tensors.row.n_tokens; ++token) {
+  for (int token = 0; token < tensors.row.num_tokens; ++token) {
     const float* weights = shared.weights + token * WEIGHTS_PER_TOKEN;
     float partial[PASSES] = {};
-    multiply_tile(tile, position, shared.C + token * D_STATE, partial);
+    multiply_state(tile, position, shared.C + token * D_STATE, partial);
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) partial[pass] *= weights[0];
     // The lanes of a state row share out the staged rows; the sum over lanes that follows anyway adds them up.

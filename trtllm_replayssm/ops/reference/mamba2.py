@@ -79,9 +79,9 @@ def mamba2(
     Returns:
         y, [b, S, H, P] in fp32; zero at tokens s >= num_tokens.
     """
-    A, seq_len = weights.A, inputs.x.size(1)
+    A = weights.A
     tokens, C = load_window(inputs, weights.dt_bias, cursors.num_tokens)
-    if seq_len > protocol.window_length(max_draft_len):
+    if protocol.is_prefill(inputs.x.size(1), max_draft_len):
         y = _prefill(tokens, C, A, pools, cursors, history)
     else:
         y = _step(tokens, C, A, pools, cursors, history, max_draft_len)
@@ -168,7 +168,7 @@ def replay(state: Tensor, pending: Rows, tokens: Rows, C: Tensor, A: Tensor) -> 
     """Compute outputs from the state before ``pending``, the pending rows, and the window up to each token.
 
     ``y_s = exp(c_s) S C_s + sum_j exp(c_s - c_j) dt_j (B_j . C_s) x_j`` over the pending rows and window tokens <= s.
-    (B_j . C_s) is shared by the heads of a group.
+    (B_j . C_s) is shared by the heads of a group. A token's output depends on no later token, whatever that one holds.
 
     Args:
         state: [b, H, P, N].
@@ -195,8 +195,15 @@ def replay(state: Tensor, pending: Rows, tokens: Rows, C: Tensor, A: Tensor) -> 
         [since_window[:, :, None] + _sum_after(pending_decay)[:, None], _sum_between(window_decay)], dim=2
     )
     scores = (grouped_C @ B.permute(0, 2, 3, 1)).repeat_interleave(n_heads // n_groups, dim=1)
-    weights = log_decay.exp() * dt[:, None]
-    return y + ((scores * weights.permute(0, 3, 1, 2)) @ x.transpose(1, 2)).transpose(1, 2)
+    weights = (log_decay.exp() * dt[:, None]).permute(0, 3, 1, 2)
+    num_pending = pending.x.size(1)
+    token = num_pending + torch.arange(seq_len, device=x.device)
+    seen = torch.arange(num_pending + seq_len, device=x.device) <= token[:, None]
+    # A later token is left out by selection: were it not finite, a weight of 0 would carry it to earlier outputs. The
+    # product has it as 0, and its NaN is added from its own token on.
+    finite_x = torch.where(x.isfinite(), x, 0.0)
+    y = y + (torch.where(seen, scores * weights, 0.0) @ finite_x.transpose(1, 2)).transpose(1, 2)
+    return y + (0.0 * x).cumsum(1)[:, num_pending:]
 
 
 def scan(state: Tensor, tokens: Rows, C: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,12 +255,11 @@ def _sum_after(log_decay: Tensor) -> Tensor:
 
 
 def _sum_between(log_decay: Tensor) -> Tensor:
-    """Return [b, S, S, H]: at [t, j] the sum over tokens j < i <= t; -inf where j > t, so that exp selects zero."""
+    """Return [b, S, S, H]: at [t, j] the sum over tokens j < i <= t; 0 where there is none."""
     seq_len = log_decay.size(1)
     index = torch.arange(seq_len, device=log_decay.device)
     later = index[:, None] > index
-    terms = torch.where(later[..., None], log_decay[:, :, None], 0.0)
-    return torch.where(later.T[..., None], -torch.inf, terms.cumsum(1))
+    return torch.where(later[..., None], log_decay[:, :, None], 0.0).cumsum(1)
 
 
 def _by_group(rows: Tensor, n_groups: int) -> Tensor:

@@ -35,7 +35,7 @@ def mamba2_conventional(
     slots = slot_ids.clamp(min=0)
     tokens, C = load_window(inputs, weights.dt_bias, num_tokens)
     state = _load_snapshot(ssm_snapshots, past_lengths, slots)
-    if seq_len > protocol.window_length(max_draft_len):
+    if protocol.is_prefill(seq_len, max_draft_len):
         y, state = scan(state, tokens, C, A)
         _store_snapshots(state, ssm_snapshots, slots, past_lengths + num_tokens, num_tokens > 0)
     else:

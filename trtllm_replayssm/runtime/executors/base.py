@@ -7,6 +7,9 @@ import torch
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
+TORCH_EXECUTOR = 'the torch executor (executor="torch", --executor torch)'
+"""How messages name the way out that every machine has, in the words of Python and of the command line."""
+
 
 class Executor(Protocol):
     """Runs steps of one model on state pools that it owns.

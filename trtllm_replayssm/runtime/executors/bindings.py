@@ -12,7 +12,8 @@ import torch
 from trtllm_replayssm.contract.manifest import Manifest, TensorRecord
 from trtllm_replayssm.contract.tensors import TensorSpec, state_specs
 from trtllm_replayssm.errors import BackendError, ManifestError
-from trtllm_replayssm.runtime.pools import torch_dtype
+from trtllm_replayssm.ops.dtypes import torch_dtype
+from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR
 from trtllm_replayssm.runtime.step import StepInputs
 
 DTYPE_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32"}
@@ -34,7 +35,10 @@ def check_engine(engine: Any, manifest: Manifest) -> None:
     needed = {record.name for record in manifest.tensors}
     if names != needed:
         different = ", ".join(sorted(names ^ needed)[:5])
-        raise ManifestError(f"engine: tensors differ from the manifest's ({different}). Build it again.")
+        raise ManifestError(
+            f"engine: found {len(names)} tensors; needed the manifest's {len(needed)}. Only one of the two has "
+            f"{different}. Build it again."
+        )
     for record in manifest.tensors:
         _check_tensor(engine, record)
 
@@ -54,8 +58,8 @@ def _check_tensor(engine: Any, record: TensorRecord) -> None:
         aliased = engine.get_aliased_input_tensor(record.name) or record.shares_address_with
         if aliased != record.shares_address_with:
             raise BackendError(
-                f"engine: {record.name} aliases {aliased}; needed {record.shares_address_with}, since states are "
-                f"updated in place. Report this with the TensorRT version, and use executor='torch'."
+                f"engine: {record.name}: found an alias of {aliased}; needed {record.shares_address_with}, since "
+                f"states are updated in place. Report this with the TensorRT version, and use {TORCH_EXECUTOR}."
             )
 
 
@@ -82,8 +86,8 @@ class Bindings:
         self._logits = logits
         specs = state_specs(manifest.geometry, manifest.replay, manifest.limits)
         pairs = list(zip(specs, states, strict=True))
-        self._pools = [(spec, pool) for spec, pool in pairs if spec.shape[0] != "B"]
-        self._caches = [(spec, cache) for spec, cache in pairs if spec.shape[0] == "B"]
+        self._pools = [(spec, pool) for spec, pool in pairs if not spec.is_cache]
+        self._caches = [(spec, cache) for spec, cache in pairs if spec.is_cache]
         self._check_weights(manifest)
 
     def bind_fixed(self, context: Any) -> None:
@@ -121,11 +125,14 @@ class Bindings:
                 continue
             weight = self._weights.get(record.name)
             if weight is None:
-                raise ManifestError(f"weights: found no {record.name}; needed it. Name another checkpoint_dir.")
+                raise ManifestError(
+                    f"weights: found no {record.name}; needed it. Name another folder with the option checkpoint_dir."
+                )
             if tuple(weight.shape) != record.shape or weight.dtype != torch_dtype(record.dtype):
                 raise ManifestError(
                     f"weights: {record.name}: found {weight.dtype} {list(weight.shape)}; needed {record.dtype} "
-                    f"{list(record.shape)}. Name the checkpoint that the engine was built from with checkpoint_dir."
+                    f"{list(record.shape)}. Name the checkpoint that the engine was built from with the option "
+                    f"checkpoint_dir."
                 )
 
 
@@ -137,11 +144,14 @@ def _set_state_address(context: Any, spec: TensorSpec, tensor: torch.Tensor) -> 
 def _set_address(context: Any, name: str, tensor: torch.Tensor) -> None:
     assert tensor.is_contiguous(), f"{name} is bound by its address alone"
     if not context.set_tensor_address(name, tensor.data_ptr()):
-        raise BackendError(f"engine: TensorRT refused the address of {name}.")
+        raise BackendError(
+            f"engine: {name}: found address {tensor.data_ptr():#x} refused by TensorRT; needed a tensor of the engine. "
+            f"Build it again."
+        )
 
 
 def _set_shape(context: Any, name: str, shape: torch.Size) -> None:
     if not context.set_input_shape(name, tuple(shape)):
         raise BackendError(
-            f"engine: TensorRT refused shape {list(shape)} for {name}; needed one within the engine's profile."
+            f"engine: {name}: found shape {list(shape)} refused by TensorRT; needed one within the engine's profile."
         )

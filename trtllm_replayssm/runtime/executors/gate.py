@@ -4,9 +4,12 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.contract.manifest import ENGINE_FILE, Manifest
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS
+from trtllm_replayssm.contract.safetensors_header import read_header
 from trtllm_replayssm.errors import ManifestError
+from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,9 @@ def check_installation(manifest: Manifest, here: Installation) -> None:
     if manifest.backend_version != here.backend_version:
         problems.append(f"backend_version: built with {manifest.backend_version}, found {here.backend_version}")
     if here.compute_capability not in manifest.compute_capabilities:
-        targets = ", ".join(as_version(capability) for capability in manifest.compute_capabilities)
         problems.append(
-            f"compute_capabilities: built for {targets}, found a GPU of {as_version(here.compute_capability)}"
+            f"compute_capabilities: built for {capability_text(*manifest.compute_capabilities)}, found a GPU of "
+            f"{capability_text(here.compute_capability)}"
         )
     ours = {(io.op_type, PLUGIN_VERSION, PLUGIN_NAMESPACE) for io in PLUGINS}
     for plugin in manifest.plugins:
@@ -48,7 +51,7 @@ def check_installation(manifest: Manifest, here: Installation) -> None:
                 f"version of the package does not have"
             )
     if problems:
-        raise ManifestError(f"engine: {'; '.join(problems)}. Build it again for this machine, or use executor='torch'.")
+        raise ManifestError(f"engine: {'; '.join(problems)}. Build it again for this machine, or use {TORCH_EXECUTOR}.")
 
 
 def read_engine(folder: Path, manifest: Manifest) -> bytes:
@@ -61,7 +64,7 @@ def read_engine(folder: Path, manifest: Manifest) -> bytes:
     try:
         plan = path.read_bytes()
     except OSError as error:
-        raise ManifestError(f"{path}: {error.strerror}; needed the engine. Build it again.") from error
+        raise ManifestError(f"{path}: found {error.strerror or error}; needed the engine. Build it again.") from error
     if len(plan) != manifest.engine_bytes:
         raise ManifestError(
             f"{path}: engine_bytes: found {len(plan)}, needed {manifest.engine_bytes}. The file is cut short or was "
@@ -77,30 +80,26 @@ def read_engine(folder: Path, manifest: Manifest) -> bytes:
 
 
 def check_weights(path: Path, manifest: Manifest) -> None:
-    """Compare a weights file's header, which holds names, types, shapes and offsets, with what was built from.
+    """Compare a weights file's size and header (names, types, shapes and offsets) with what was built from.
 
     An engine built from a config alone has no such record: any weights of the right shapes will do.
 
     Raises:
-        ManifestError: there is no such file, or it is another checkpoint's.
+        ManifestError: there is no such file, or it is another checkpoint's or cut short.
+        CheckpointError: it is no safetensors file.
     """
     try:
-        with path.open("rb") as file:
-            length = file.read(8)
-            header = length + file.read(int.from_bytes(length, "little"))
+        header, num_bytes = read_header(path), path.stat().st_size
     except OSError as error:
         raise ManifestError(
-            f"{path}: {error.strerror}; the engine's weights are bound at load. Name the rank checkpoint that they are "
-            f"in with checkpoint_dir."
+            f"{path}: found {error.strerror or error}; needed the engine's weights, which are bound at load. Name the "
+            f"rank checkpoint that they are in with the option checkpoint_dir."
         ) from error
-    needed, found = manifest.checkpoint.header_sha256, hashlib.sha256(header).hexdigest()
-    if needed is not None and found != needed:
-        raise ManifestError(
-            f"{path}: checkpoint.header_sha256: found {found}, needed {needed}. Name the checkpoint "
-            f"that the engine was built from with checkpoint_dir."
-        )
-
-
-def as_version(capability: int) -> str:
-    """Write 10 * major + minor as NVIDIA does."""
-    return f"{capability // 10}.{capability % 10}"
+    here = {"header_sha256": hashlib.sha256(header).hexdigest(), "weights_bytes": num_bytes}
+    for name, found in here.items():
+        needed = getattr(manifest.checkpoint, name)
+        if needed is not None and found != needed:
+            raise ManifestError(
+                f"{path}: checkpoint.{name}: found {found}, needed {needed}. Name the checkpoint that the engine was "
+                f"built from with the option checkpoint_dir, or copy the file again."
+            )

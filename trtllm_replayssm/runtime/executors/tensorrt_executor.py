@@ -3,7 +3,7 @@
 Neither ``transformers`` nor ``onnx`` nor the builders are needed here, nor TensorRT until an executor is made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,27 +11,45 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trtllm_replayssm import backend as tensorrt_backend
-from trtllm_replayssm.contract.geometry import ReplayGeometry
+from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract.capability import capability_text
+from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.manifest import WEIGHTS_FILE, Manifest
-from trtllm_replayssm.contract.tensors import state_specs, weight_specs
+from trtllm_replayssm.contract.tensors import TensorSpec, state_specs, weight_specs
 from trtllm_replayssm.errors import BackendError, ManifestError, ReplaySSMError
 from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.executors import bindings, gate
+from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 
-def is_usable(manifest: Manifest) -> bool:
-    """Say whether this machine has the GPU and the TensorRT that an engine was built for."""
+def obstacle(manifest: Manifest, device: torch.device) -> ReplaySSMError | None:
+    """Return why an engine cannot run here: another GPU or TensorRT than it was built for. None when it can."""
     try:
-        _enter(manifest, torch.device("cuda"))
-    except ReplaySSMError:
-        return False
-    return True
+        _enter(manifest, device)
+    except ReplaySSMError as error:
+        return error
+    return None
 
 
 def profile_of(inputs: StepInputs, replay: ReplayGeometry) -> Literal["decode", "prefill"]:
     """Return the optimization profile of a step: windows of at most T tokens run in the decode profile."""
-    return "decode" if inputs.input_ids.shape[1] <= replay.window else "prefill"
+    return "prefill" if protocol.is_prefill(inputs.input_ids.shape[1], replay.max_draft_len) else "decode"
+
+
+def allocate_states(
+    specs: Sequence[TensorSpec], limits: EngineLimits, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Allocate the pools, uninitialised, and the key/value caches, set to zero this once.
+
+    TensorRT's attention weighs a masked cache row by zero instead of leaving it out, and 0 * NaN is NaN: what is there
+    before any token has been written must be finite. Steps leave only finite values behind.
+    """
+    states = pools.allocate(specs, limits, device)
+    for spec, state in zip(specs, states, strict=True):
+        if spec.is_cache:
+            state.zero_()
+    return states
 
 
 class TensorRTExecutor:
@@ -74,9 +92,8 @@ class TensorRTExecutor:
             self._engine = _deserialize(backend, plan)
             bindings.check_engine(self._engine, manifest)
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._bindings = bindings.Bindings(
-                manifest, pools.allocate(specs, self.limits, self.device), weights, self._logits_buffer()
-            )
+            states = allocate_states(specs, self.limits, self.device)
+            self._bindings = bindings.Bindings(manifest, states, weights, self._logits_buffer())
             self._contexts = {kind: self._context(manifest.profile_index(kind)) for kind in ("decode", "prefill")}
 
     def step(self, inputs: StepInputs) -> StepOutputs:
@@ -119,12 +136,11 @@ class TensorRTExecutor:
 
 
 def _enter(manifest: Manifest, device: torch.device) -> tensorrt_backend.Backend:
-    targets = ", ".join(gate.as_version(capability) for capability in manifest.compute_capabilities)
     if device.type != "cuda" or not torch.cuda.is_available():
         found = f"device {device}" if device.type != "cuda" else "no CUDA device"
         raise BackendError(
-            f"TensorRT executor: found {found}; needed a GPU of compute capability {targets}, which the engine was "
-            f"built for. Use executor='torch'."
+            f"TensorRT executor: found {found}; needed a GPU of compute capability "
+            f"{capability_text(*manifest.compute_capabilities)}, which the engine was built for. Use {TORCH_EXECUTOR}."
         )
     backend = tensorrt_backend.load(manifest.backend)
     major, minor = torch.cuda.get_device_capability(device)
@@ -138,7 +154,7 @@ def _deserialize(backend: tensorrt_backend.Backend, plan: bytes) -> Any:
     if engine is None:
         raise BackendError(
             f"engine: {backend.name} {backend.version} does not deserialise it. TensorRT said:\n{lines.errors()}\n"
-            f"Build it again for this machine, or use executor='torch'."
+            f"Build it again for this machine, or use {TORCH_EXECUTOR}."
         )
     return engine
 
@@ -148,4 +164,4 @@ def _load_weights(path: Path, device: torch.device) -> Mapping[str, torch.Tensor
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             return {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise ManifestError(f"{path}: cannot be read as safetensors ({error}). Copy it again.") from error
+        raise ManifestError(f"{path}: found {error}; needed a readable safetensors file. Copy it again.") from error

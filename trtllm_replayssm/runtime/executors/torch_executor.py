@@ -63,7 +63,7 @@ class TorchExecutor:
         num_rows, window = inputs.input_ids.shape
         rows = slice(inputs.first_slot, inputs.first_slot + num_rows)
         states = tuple(
-            pool[rows] if spec.shape[0] == "B" else pool for spec, pool in zip(self._specs, self._states, strict=True)
+            pool[rows] if spec.is_cache else pool for spec, pool in zip(self._specs, self._states, strict=True)
         )
         logits, _ = self._module(*inputs.tensors(), states, key_length=inputs.max_past_length + window)
         return StepOutputs(logits)

@@ -1,9 +1,10 @@
 """Where draft tokens come from. Plain decoding is the drafter that proposes none."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens that may follow a sequence; wrong ones cost time, never correctness.
 

@@ -7,7 +7,7 @@ import pytest
 from trtllm_replayssm.errors import BuildError, UnsupportedError
 from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
-from trtllm_replayssm.plugins.images import architecture_of, kernel_image
+from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
 from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization
 
@@ -27,7 +27,8 @@ def image(own_cache: None) -> bytes:
 
 
 def test_an_image_holds_both_roles_for_every_architecture_once(image: bytes) -> None:
-    entries = unpack(image)
+    constants, entries = unpack(image)
+    assert constants == "causal_conv1d conv_dim=4096 d_conv=4 activation_dtype=float16"
     assert [(e.role, e.compute_capability, e.is_exact) for e in entries] == [
         ("step", 80, False),
         ("prefill", 80, False),
@@ -43,7 +44,7 @@ def test_an_image_holds_both_roles_for_every_architecture_once(image: bytes) -> 
             shape.dynamic_shared_bytes,
         )
         architecture = "sm_90a" if entry.compute_capability == 90 else "sm_80"
-        assert entry.cubin == build.compile(CONV, "step" if entry.role == "step" else "prefill", architecture)
+        assert entry.cubin == build.compile_kernel(CONV, "step" if entry.role == "step" else "prefill", architecture)
         assert entry.symbol.encode() in entry.cubin
 
 

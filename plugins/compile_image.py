@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
-from trtllm_replayssm.plugins.specialize import ROLES, Role, Specialization
+from trtllm_replayssm.plugins.specialize import ROLES, Role, Specialization, constants_of
 
 
 def kernel_image(specialization: Specialization, architectures: Sequence[str]) -> bytes:
@@ -23,7 +24,8 @@ def kernel_image(specialization: Specialization, architectures: Sequence[str]) -
         BackendError: cuda-core or NVRTC is not installed.
         BuildError: NVRTC refuses the sources.
     """
-    return pack([_entry(specialization, role, name) for name in dict.fromkeys(architectures) for role in ROLES])
+    entries = [_entry(specialization, role, name) for name in dict.fromkeys(architectures) for role in ROLES]
+    return pack(constants_of(specialization), entries)
 
 
 def architecture_of(compute_capability: int) -> str:
@@ -47,7 +49,7 @@ def architecture_of(compute_capability: int) -> str:
     ]
     if not fitting:
         raise UnsupportedError(
-            f"compute capability: found {compute_capability / 10:.1f}; needed a device that runs one of "
+            f"compute capability: found {capability_text(compute_capability)}; needed a device that runs one of "
             f"{', '.join(build.ARCHITECTURES)}."
         )
     return max(fitting)[1]
@@ -73,5 +75,5 @@ def _entry(specialization: Specialization, role: Role, architecture: str) -> Ker
         grid_x=shape.grid_x,
         block_x=shape.block_x,
         dynamic_shared_bytes=shape.dynamic_shared_bytes,
-        cubin=build.compile(specialization, role, architecture),
+        cubin=build.compile_kernel(specialization, role, architecture),
     )

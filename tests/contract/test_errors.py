@@ -1,0 +1,72 @@
+"""What pydantic finds, in our sentences."""
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trtllm_replayssm import NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm.contract.geometry import EngineLimits, Frozen
+from trtllm_replayssm.errors import ConfigError, validation_text
+
+
+class Outer(Frozen):
+    limits: EngineLimits
+
+
+LIMITS = {"max_batch_size": 1, "max_input_len": 8, "max_seq_len": 4, "max_num_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({}, "limits: found nothing; needed a value"),
+        ({"limits": LIMITS}, "limits: max_input_len: found 8; needed at most max_seq_len (4)"),
+        ({"limits": LIMITS | {"max_seq_len": "x"}}, "limits.max_seq_len: found 'x'; needed a valid integer.*"),
+        ({"limits": LIMITS | {"max_seq_len": 9}, "limit": 1}, "limit: unknown key"),
+    ],
+    ids=["missing", "nested-rule", "nested-type", "unknown"],
+)
+def test_every_problem_names_its_field_what_was_found_and_what_is_needed(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Outer(**values)
+    pattern = text.replace("(", r"\(").replace(")", r"\)")
+    assert re.fullmatch(pattern, validation_text(caught.value)), validation_text(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "sentence"),
+    [
+        (SamplingParams, {"max_tokens": 0}, "max_tokens: found 0; needed greater than or equal to 1. [C001]"),
+        (SamplingParams, {"max_tokens": "7"}, "max_tokens: found '7'; needed a valid integer. [C001]"),
+        (
+            SamplingParams,
+            {"stop": ["a", ""]},
+            "stop: found an empty string; it would end every request at once. [C001]",
+        ),
+        (SamplingParams, {"min_tokens": 9, "max_tokens": 3}, "min_tokens: found 9; needed at most max_tokens (3). ["),
+        (SamplingParams, {"top_k": -1, "top_p": True}, "; top_p: found True; needed a valid number. [C001]"),
+        (SamplingParams, {"n": 2}, "n: unknown key. Known are max_tokens, min_tokens, temperature, "),
+        (ReplayConfig, {"enabled": "no"}, "enabled: found 'no'; needed a valid boolean. [C001]"),
+        (
+            NGramDecodingConfig,
+            {"max_draft_len": 0},
+            "max_draft_len: found 0; needed greater than or equal to 1. [C001]",
+        ),
+    ],
+    ids=["bound", "type", "field-rule", "model-rule", "two", "unknown", "replay", "ngram"],
+)
+def test_a_users_options_are_refused_with_our_error(
+    options: type[Frozen], values: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        options(**values)
+    assert sentence in str(caught.value)
+
+
+def test_what_tensorrt_llm_leaves_open_is_the_default() -> None:
+    names = ("min_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids", "end_id")
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    assert SamplingParams(**nothing) == SamplingParams()
+    assert SamplingParams(stop="end", stop_token_ids=[3]) == SamplingParams(stop=("end",), stop_token_ids=(3,))  # type: ignore[arg-type]

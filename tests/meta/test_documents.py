@@ -1,0 +1,77 @@
+"""What documents say can be followed: paths exist, variables are listed, and the README's sample runs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.meta.repository import ROOT, tracked
+
+DOCUMENTS = tracked("*.md")
+# A path with a folder in it, or a folder; "<...>", "*" and "$" are no paths.
+QUOTED_PATH = re.compile(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|cu|cuh|h|cpp|toml|json|yaml))?)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
+# Where a build writes; they are in no checkout.
+WRITTEN = {".venv/", ".demo/"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_name_files_and_folders_that_exist(document: Path) -> None:
+    text = document.read_text()
+    bases = (ROOT, document.parent, ROOT / "trtllm_replayssm")
+    missing = [
+        name
+        for name in QUOTED_PATH.findall(text)
+        if name not in WRITTEN and not any((base / name).exists() for base in bases)
+    ]
+    missing += [
+        link for link in LINK.findall(text) if "://" not in link and not (document.parent / link.strip()).exists()
+    ]
+    assert not missing
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    used = set()
+    for path in tracked("trtllm_replayssm/*.py", "plugins/*.py", "builders/*.py"):
+        used |= variables_used(path)
+    for path in tracked("plugins/*.cpp", "plugins/*.h"):
+        used |= set(re.findall(r'getenv\("(\w+)"', path.read_text()))
+    documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
+    assert used == documented - {"PYTHON"}  # the Makefile's own
+
+
+def variables_used(path: Path) -> set[str]:
+    """Return the names in ``os.environ[...]``, ``.get(...)``, ``.setdefault(...)`` and ``os.getenv(...)``."""
+    tree = ast.parse(path.read_text())
+    constants = {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    names = set()
+    functions = ("os.environ.get", "os.environ.setdefault", "os.getenv")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in functions:
+            key = node.args[0]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            key = node.slice
+        else:
+            continue
+        name = key.value if isinstance(key, ast.Constant) else constants[ast.unparse(key)]
+        names.add(str(name))
+    return names
+
+
+def test_the_sample_of_the_readme_runs_from_the_repository() -> None:
+    sample = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert sample is not None
+    done = subprocess.run(
+        [sys.executable, "-c", sample[1]], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "num_generated_tokens" in done.stdout

@@ -1,0 +1,18 @@
+"""What is taken where a user says nothing: one place for the builder, the runtime and the command line."""
+
+from typing import Final
+
+HISTORY: Final = 16
+STATE_DTYPE: Final = "float32"
+MAX_BATCH_SIZE: Final = 8
+# An engine's longest prompt, and what it leaves for the answer.
+MAX_INPUT_LEN: Final = 1024
+MAX_NEW_TOKENS: Final = 1024
+# A cache of a model's whole context for every slot would fill most devices; who needs more says so.
+MAX_SEQ_LEN: Final = 4096
+# A prompt piece long enough to keep a GPU busy, short enough not to stall the other requests for long; a longer one
+# takes activation memory in proportion.
+MAX_NUM_TOKENS: Final = 2048
+# What TensorRT-RTX builds for, of those the installed version knows: Ampere (A100, RTX 30), Ada (RTX 40, L4, L40) and
+# Blackwell (RTX 50).
+RTX_CAPABILITIES: Final = (80, 86, 89, 120)

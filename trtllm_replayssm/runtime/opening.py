@@ -1,0 +1,137 @@
+"""From a folder to an executor: what it holds, whether the engine can run here, which device, which weights."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
+from trtllm_replayssm.contract.geometry import EngineLimits
+from trtllm_replayssm.contract.manifest import Manifest, is_engine_folder, read_manifest
+from trtllm_replayssm.contract.tensors import weight_specs
+from trtllm_replayssm.errors import CheckpointError, ConfigError, ManifestError, UnsupportedError
+from trtllm_replayssm.runtime import settings
+from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR, Executor
+from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
+
+ExecutorName = Literal["auto", "torch", "tensorrt"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def open_executor(
+    folder: Path, executor: ExecutorName, options: settings.Options, device: str, checkpoint_dir: Path | None
+) -> tuple[Executor, EngineLimits]:
+    """Make the executor of a folder.
+
+    Args:
+        folder: a Hugging Face folder, a rank checkpoint or an engine folder.
+        executor: which one; "auto" takes "tensorrt" for an engine folder that this machine can run.
+        options: the user's wishes.
+        device: "auto", "cpu", "cuda" or "cuda:<n>".
+        checkpoint_dir: where the weights are, for an engine folder that has none.
+
+    Returns:
+        The executor, and what requests are held to.
+
+    Raises:
+        ReplaySSMError: as ``LLM`` says.
+    """
+    if executor not in ("auto", "torch", "tensorrt"):
+        raise ConfigError(f"executor: found {executor!r}; needed 'auto', 'torch' or 'tensorrt'.")
+    manifest = read_manifest(folder) if is_engine_folder(folder) else None
+    if executor == "tensorrt" and not options.replay.enabled:
+        raise UnsupportedError(
+            "executor: found 'tensorrt' for the conventional decode (enabled=False, --conventional), which no engine "
+            f"has; needed {TORCH_EXECUTOR}."
+        )
+    if manifest is None:
+        return _open_model(folder, executor, options, device, checkpoint_dir)
+    return _open_engine(folder, manifest, executor, options, device, checkpoint_dir)
+
+
+def _open_model(
+    folder: Path, executor: ExecutorName, options: settings.Options, device: str, checkpoint_dir: Path | None
+) -> tuple[Executor, EngineLimits]:
+    if checkpoint_dir is not None:
+        raise ConfigError(f"checkpoint_dir: found {checkpoint_dir} with {folder}, which is no engine; needed none.")
+    geometry = open_model_folder(folder, options.dtype).geometry
+    if executor == "tensorrt":
+        raise ManifestError(
+            f"{folder}: found no engine; executor 'tensorrt' needed an engine folder. Build one with "
+            f"`trtllm-replayssm build`, or use {TORCH_EXECUTOR}."
+        )
+    chosen = settings.of_model(geometry, options)
+    return _torch_executor(folder, chosen, options, device), chosen.limits
+
+
+def _open_engine(
+    folder: Path,
+    manifest: Manifest,
+    executor: ExecutorName,
+    options: settings.Options,
+    device: str,
+    checkpoint_dir: Path | None,
+) -> tuple[Executor, EngineLimits]:
+    # Imported where an engine is: the torch executor needs nothing of TensorRT.
+    from trtllm_replayssm.runtime.executors import tensorrt_executor
+
+    chosen = settings.of_engine(manifest, options)
+    if executor == "auto" and options.replay.enabled and device != "cpu":
+        obstacle = tensorrt_executor.obstacle(manifest, _cuda(device))
+        if obstacle is None:
+            executor = "tensorrt"
+        else:
+            reason = " ".join(str(obstacle).split())
+            _LOGGER.warning("%s: engine not run, torch modules on %s instead. %s", folder, _device(device), reason)
+    if executor == "tensorrt":
+        found = tensorrt_executor.TensorRTExecutor(folder, manifest, _cuda(device), checkpoint_dir)
+        return found, chosen.limits
+    return _torch_executor(checkpoint_dir or folder, chosen, options, device), chosen.limits
+
+
+def _torch_executor(weights: Path, chosen: settings.Settings, options: settings.Options, device: str) -> TorchExecutor:
+    def load_weights(target: torch.device) -> Mapping[str, torch.Tensor]:
+        opened = open_model_folder(weights, chosen.geometry.dtype)
+        if weight_specs(opened.geometry) != weight_specs(chosen.geometry):
+            raise CheckpointError(
+                f"{weights}: found weights that are not those of the engine's model; needed the same names, types and "
+                f"shapes. Name the checkpoint that the engine was built from with the option checkpoint_dir."
+            )
+        if not opened.has_weights:
+            raise CheckpointError(
+                f"{weights}: found no weights in it; needed those of the model. Name the rank checkpoint they are in "
+                f"with the option checkpoint_dir."
+            )
+        return opened.load_weights(target)
+
+    return TorchExecutor(
+        chosen.geometry,
+        chosen.replay,
+        chosen.limits,
+        load_weights,
+        _device(device),
+        conventional=not options.replay.enabled,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: found {name!r}; needed 'auto', 'cpu', 'cuda' or 'cuda:<n>'.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: found {name!r}; needed 'auto', 'cpu', 'cuda' or 'cuda:<n>'.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device: found {name!r}; needed one of this machine's {torch.cuda.device_count()} CUDA devices. Use 'cpu'."
+        )
+    return device
+
+
+def _cuda(name: str) -> torch.device:
+    return torch.device("cuda") if name == "auto" else _device(name)
