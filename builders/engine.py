@@ -27,8 +27,11 @@ from trtllm_replayssm.contract.manifest import (
     WeightsMode,
 )
 from trtllm_replayssm.errors import CheckpointError, ConfigError, validation_text
+from trtllm_replayssm.plugins.loader import MAX_ROWS
 
 ONNX_FILE = "model.onnx"
+# TensorRT's dimensions are 32-bit integers, and so are the lengths of a step.
+_MAX_DIMENSION = 2**31 - 1
 _NETWORK_STEP = "compile kernels, export"
 
 
@@ -182,7 +185,17 @@ def _settings(
         )
     except ValidationError as error:
         raise ConfigError(f"{validation_text(error)}.") from error
+    _check_bounds(replay, limits)
     return replay, limits
+
+
+def _check_bounds(replay: ReplayGeometry, limits: EngineLimits) -> None:
+    """Refuse what neither kernels nor TensorRT can index: their longest grid axis, and dimensions of 32 bits."""
+    if limits.max_batch_size > MAX_ROWS:
+        raise ConfigError(f"max_batch_size: found {limits.max_batch_size}; needed at most {MAX_ROWS}.")
+    longest = _MAX_DIMENSION - (limits.kv_capacity(replay.window) - limits.max_seq_len)
+    if limits.max_seq_len > longest:
+        raise ConfigError(f"max_seq_len: found {limits.max_seq_len}; needed at most {longest}.")
 
 
 def _open_checkpoint(folder: Path, weights: WeightsMode) -> tuple[Path, ModelGeometry, bool]:

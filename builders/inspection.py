@@ -13,7 +13,7 @@ from trtllm_replayssm.contract.geometry import (
     ModelGeometry,
     ReplayGeometry,
 )
-from trtllm_replayssm.contract.manifest import BuildReport, Manifest, read_manifest, read_report
+from trtllm_replayssm.contract.manifest import BuildReport, Manifest, check_engine_size, read_manifest, read_report
 from trtllm_replayssm.contract.memory import StatePool, state_pools, tensor_bytes
 from trtllm_replayssm.contract.tensors import weight_specs
 
@@ -81,11 +81,12 @@ def inspect_folder(path: Path) -> Inspection:
 
     Raises:
         CheckpointError: none of these, or an incomplete one.
-        ManifestError: an engine folder of another version.
+        ManifestError: an engine folder of another version, or with an engine of another size than it was built.
     """
     folder = open_model_folder(path)
     if folder.kind == "engine":
         manifest = read_manifest(path)
+        check_engine_size(path, manifest)
         return _inspection(folder, manifest.replay, manifest.limits, _engine(manifest, read_report(path)))
     # No engine says how many slots it has and how long they are: shown is what a run would take.
     length = min(defaults.MAX_SEQ_LEN, folder.geometry.max_position_embeddings)

@@ -8,6 +8,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -85,14 +86,15 @@ def write_network(task: NetworkTask) -> NetworkRecord:
 def write_network_apart(task: NetworkTask) -> NetworkRecord:
     """Do what ``write_network`` does in a new process; its errors are raised here."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    finished = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=task.model_dump_json(),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:  # tracing makes a compiler's cache, which nothing comes to use
+        finished = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=task.model_dump_json(),
+            env=environment | {"TORCHINDUCTOR_CACHE_DIR": folder},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if finished.returncode != 0:
         last_lines = "\n".join(f"  {line}" for line in finished.stderr.splitlines()[-8:])
         raise BuildError(f"network process: ended with exit code {finished.returncode}. Its last words:\n{last_lines}")

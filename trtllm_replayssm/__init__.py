@@ -1,6 +1,7 @@
 """ReplaySSM for TensorRT users: checkpoint-and-ring decode of hybrid models, with lossless rollback of draft tokens.
 
-The public names. ``LLM`` and the outputs are imported when touched, so that ``import trtllm_replayssm`` stays light.
+The public names. All but the base of the errors are imported when touched, so that ``import trtllm_replayssm`` stays
+light.
 """
 
 import os
@@ -8,10 +9,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
 from trtllm_replayssm.errors import ReplaySSMError
 
 if TYPE_CHECKING:
+    from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
     from trtllm_replayssm.runtime.llm import LLM
     from trtllm_replayssm.runtime.outputs import CompletionOutput, RequestOutput
 
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "NGramDecodingConfig": "trtllm_replayssm.config",
+    "ReplayConfig": "trtllm_replayssm.config",
+    "SamplingParams": "trtllm_replayssm.config",
     "LLM": "trtllm_replayssm.runtime.llm",
     "CompletionOutput": "trtllm_replayssm.runtime.outputs",
     "RequestOutput": "trtllm_replayssm.runtime.outputs",

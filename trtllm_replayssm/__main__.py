@@ -2,6 +2,6 @@
 
 import sys
 
-from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.cli.entry import main
 
 sys.exit(main())

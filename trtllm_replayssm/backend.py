@@ -34,6 +34,8 @@ _INSTALL = {
 }
 # How the builder begins its list of layers, a verbose message.
 _LAYER_REPORT = "Engine Layer Information:"
+# The first error is the cause; what follows are the callers' words on it.
+_SHOWN_ERRORS = 4
 
 
 @dataclass
@@ -42,15 +44,21 @@ class LogLines:
 
     Attributes:
         problems: errors and warnings, in order.
+        failures: the errors among them.
         layer_reports: the builder's lists of the layers of an engine.
     """
 
     problems: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     layer_reports: list[str] = field(default_factory=list)
 
     def errors(self) -> str:
-        """Return the problems as one indented block, to stand in an error message."""
-        return "\n".join(f"  {line}" for line in self.problems) or "  (TensorRT logged nothing)"
+        """Return the first errors, or else warnings, as one indented block, to stand in an error message."""
+        lines = self.failures or self.problems
+        shown = [f"  {line}" for line in lines[:_SHOWN_ERRORS]]
+        if lines[_SHOWN_ERRORS:]:
+            shown.append(f"  and {len(lines) - _SHOWN_ERRORS} more")
+        return "\n".join(shown) or "  (TensorRT logged nothing)"
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,8 @@ def _recording_logger(trt: ModuleType) -> Any:
                     self.lines.layer_reports.append(msg)
                 if is_problem:
                     self.lines.problems.append(msg)
+                if severity <= severities.ERROR:
+                    self.lines.failures.append(msg)
             elif severity <= severities.ERROR:
                 sys.stderr.write(f"TensorRT: {msg}\n")
 

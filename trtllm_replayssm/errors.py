@@ -64,6 +64,12 @@ class BuildError(ReplaySSMError, RuntimeError):
     code = "B001"
 
 
+class NumericsError(ReplaySSMError, RuntimeError):
+    """A device computes other values than the CPU, beyond what rounding explains."""
+
+    code = "N001"
+
+
 class ManifestError(ReplaySSMError, ValueError):
     """An engine folder is not complete or was built for something else."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import ValidationError
+
 from trtllm_replayssm.builders.checkpoint import hf_keys
 from trtllm_replayssm.contract.geometry import (
     LAYER_LETTERS,
@@ -16,7 +18,7 @@ from trtllm_replayssm.contract.geometry import (
     MlpGeometry,
     ModelGeometry,
 )
-from trtllm_replayssm.errors import CheckpointError, ConfigError, UnsupportedError
+from trtllm_replayssm.errors import CheckpointError, ConfigError, UnsupportedError, validation_text
 
 MODEL_TYPE = "nemotron_h"
 ARCHITECTURE = "NemotronHForCausalLM"
@@ -64,10 +66,10 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, unreadable or not a JSON object.
     """
     try:
-        parsed = json.loads(path.read_text(encoding="utf-8"), object_hook=_float_object)
+        parsed = json.loads(path.read_text(encoding="utf-8-sig"), object_hook=_float_object)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; needed a readable JSON file.") from error
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: found no valid JSON ({error}). Copy the file again.") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path}: found a JSON {type(parsed).__name__}; needed an object.")
@@ -162,17 +164,20 @@ def parse_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any], dt
     }
     use_conv_bias = reader.flag("use_conv_bias", True)
     reader.raise_if_any()
-    return HfConfig(ModelGeometry(**values), use_conv_bias)
+    try:
+        return HfConfig(ModelGeometry(**values), use_conv_bias)
+    except ValidationError as error:
+        raise ConfigError(f"config.json: {validation_text(error)}.") from error
 
 
 def _check_model_type(config: Mapping[str, Any]) -> None:
     """Refuse another architecture first: its other keys would only add noise."""
     model_type = config.get("model_type")
     architectures = config.get("architectures") or [ARCHITECTURE]
-    if model_type != MODEL_TYPE or ARCHITECTURE not in architectures:
+    if model_type != MODEL_TYPE or not isinstance(architectures, list) or ARCHITECTURE not in architectures:
         raise UnsupportedError(
             f"config.json: found model_type {_shown(model_type)} with architectures {architectures}; needed "
-            f"{MODEL_TYPE!r} with {ARCHITECTURE!r}. This version converts dense Nemotron-H models."
+            f"{MODEL_TYPE!r} with {[ARCHITECTURE]}. This version converts dense Nemotron-H models."
         )
 
 

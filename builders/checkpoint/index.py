@@ -111,12 +111,12 @@ def _read_shards(folder: Path) -> dict[str, SourceTensor]:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        weight_map = json.loads(path.read_text(encoding="utf-8-sig"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: found no readable weight_map ({error!r}). Download it again.") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: found an empty weight_map; needed tensor -> shard. Download it again.")
-    for file in set(weight_map.values()):
+    for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(
                 f"{path}: found shard {file!r}; needed the name of a file in the same folder. Download it again."

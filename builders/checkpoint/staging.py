@@ -1,24 +1,31 @@
 """An output folder that appears whole or not at all."""
 
 import fcntl
-import glob
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trtllm_replayssm.contract.manifest import CONFIG_FILE, MANIFEST_FILE
 from trtllm_replayssm.errors import ConfigError
+
+# What a folder is told by: moved into place after everything else, in this order.
+_MARKERS = (CONFIG_FILE, MANIFEST_FILE)
 
 
 def check_output(folder: Path) -> None:
-    """Refuse an output that would overwrite something.
+    """Refuse an output that would overwrite something; what a killed process left in it does not count.
 
     Raises:
         ConfigError: the path is a file or a folder that holds something.
     """
     try:
-        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        taken = not stat.S_ISDIR(os.stat(folder).st_mode) or _holds_something(folder.resolve())
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise _unwritable(folder, error) from error
     if taken:
@@ -28,13 +35,16 @@ def check_output(folder: Path) -> None:
 
 @contextmanager
 def staged_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder beside the output to write in; rename it into place at the end, or remove it on any failure.
+    """Give a folder to write in; put it in place at the end, or remove it on any failure.
+
+    It lies beside a new output, and is renamed to it. It lies inside an output that exists, which may be a mount point
+    or in a place that cannot be written; its files are moved up, those that tell what the folder is at last.
 
     An interruption counts as failure, and folders above the output that were made for it go as well. What a killed
     process left is removed by the next one with the same output.
 
     Args:
-        folder: the output; new or empty.
+        folder: the output; new or empty. A symbolic link stands for what it points to.
 
     Yields:
         The staging folder.
@@ -43,47 +53,91 @@ def staged_folder(folder: Path) -> Iterator[Path]:
         ConfigError: the output is taken, or the place cannot be written.
     """
     check_output(folder)
-    target = folder.absolute()
-    _sweep(target)
-    staging = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    created = [parent for parent in target.parents if not parent.exists()]
+    target = Path(os.path.realpath(folder))
+    is_inside = target.is_dir()
+    for place in (target.parent, target):
+        _sweep(place, target)
+    staging = (target if is_inside else target.parent) / f".{target.name}.partial-{os.getpid()}"
+    created = [parent for parent in staging.parents if not parent.exists()]
     try:
-        staging.mkdir(parents=True)
+        handle = _make_and_hold(staging)
     except OSError as error:
         _remove_empty(created)
         raise _unwritable(folder, error) from error
     try:
-        with _held(staging):
-            yield staging
-        os.replace(staging, target)
+        yield staging
+        check_output(folder)  # another process may have been faster
+        _put_in_place(folder, staging, target, is_inside=is_inside)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         _remove_empty(created)
         raise
-
-
-def _sweep(target: Path) -> None:
-    for left in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        with suppress(OSError), _held(left) as is_ours:
-            if is_ours:
-                shutil.rmtree(left)
-
-
-@contextmanager
-def _held(staging: Path) -> Iterator[bool]:
-    """Lock a staging folder; yields whether it is ours now. The system unlocks those of a process that is killed.
-
-    Where the file system has no locks the answer is no, so that nothing is swept there.
-    """
-    handle = os.open(staging, os.O_RDONLY)
-    is_ours = False
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = True
-        yield is_ours
     finally:
         os.close(handle)
+
+
+def _put_in_place(folder: Path, staging: Path, target: Path, *, is_inside: bool) -> None:
+    try:
+        if is_inside:
+            _move_up(staging)
+        else:
+            os.replace(staging, target)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _move_up(staging: Path) -> None:
+    names = sorted((entry.name for entry in staging.iterdir()), key=lambda name: (name in _MARKERS, name))
+    try:
+        for name in names:
+            os.replace(staging / name, staging.parent / name)
+        staging.rmdir()
+    except BaseException:
+        for name in names:
+            (staging.parent / name).unlink(missing_ok=True)
+        raise
+
+
+def _is_staging_name(name: str, target: Path) -> bool:
+    return re.fullmatch(rf"\.{re.escape(target.name)}\.partial-[0-9]+", name) is not None
+
+
+def _holds_something(target: Path) -> bool:
+    return any(not _is_staging_name(entry.name, target) for entry in target.iterdir())
+
+
+def _sweep(place: Path, target: Path) -> None:
+    """Remove the staging folders of an output that no process holds; where there are no locks, none."""
+    with suppress(OSError):
+        for left in [entry for entry in os.scandir(place) if _is_staging_name(entry.name, target)]:
+            if left.is_dir(follow_symlinks=False) and left.stat().st_uid == os.geteuid():
+                _remove_if_dead(left.path)
+
+
+def _remove_if_dead(staging: str) -> None:
+    with suppress(OSError):
+        handle = os.open(staging, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(staging)
+        finally:
+            os.close(handle)
+
+
+def _make_and_hold(staging: Path) -> int:
+    """Make a staging folder and lock it until the handle is closed, which the system does for a killed process.
+
+    Between the two another process may take the folder for a dead one's: then it is made again.
+    """
+    while True:
+        staging.mkdir(parents=True)
+        with suppress(FileNotFoundError):
+            handle = os.open(staging, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if staging.exists():
+                return handle
+            os.close(handle)
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

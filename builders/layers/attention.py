@@ -47,22 +47,37 @@ class Attention(nn.Module):
             key_cache, value_cache = states
             write_rows(key_cache, key, step)
             write_rows(value_cache, value, step)
-            out = self._attend(query, key_cache, value_cache, step)
+            out = self._attend(query, key_cache, value_cache, count_finite(key, value), step)
         return self.o_proj(out.transpose(1, 2).flatten(-2)), (key_cache, value_cache)
 
     def _attend(
-        self, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: Step
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        num_finite: torch.Tensor,
+        step: Step,
     ) -> torch.Tensor:
         """Attend in torch: ``query [B, Hq, S, hd]``; returns the same shape."""
-        # A masked score weighs zero, yet zero times what an unwritten cache row may hold can be NaN: rows beyond
-        # the window are replaced, not weighed.
+        # A masked row weighs zero, yet zero times what is not finite is NaN: a draft that will be rejected must not
+        # reach the tokens before it, nor what an unwritten row holds any token. So rows are replaced from the end of
+        # the window on, or from its first token that is not finite; that token and those after it do see it.
         positions = torch.arange(step.key_length, dtype=torch.int32, device=query.device)
-        is_live = (positions < (step.past_lengths + step.num_tokens)[:, None])[:, None, :, None]
+        num_live = step.past_lengths + torch.minimum(step.num_tokens, num_finite)
+        is_live = (positions < num_live[:, None])[:, None, :, None]
         key = key_cache[:, :, : step.key_length].masked_fill(~is_live, 0.0)
         value = value_cache[:, :, : step.key_length].masked_fill(~is_live, 0.0)
-        return functional.scaled_dot_product_attention(
+        out = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=step.attention_mask, scale=self.scale, enable_gqa=True
         )
+        sees_others = torch.arange(query.shape[2], device=query.device) >= num_finite[:, None]
+        return out.masked_fill(sees_others[:, None, :, None], torch.nan)
+
+
+def count_finite(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Count the window's leading tokens whose keys and values are all finite: ``[B, Hkv, S, hd]`` twice -> [B]."""
+    is_finite = (key.isfinite() & value.isfinite()).all(-1).all(1)
+    return is_finite.cumprod(-1).sum(-1)
 
 
 def write_rows(cache: torch.Tensor, update: torch.Tensor, step: Step) -> None:

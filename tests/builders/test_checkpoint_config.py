@@ -122,6 +122,11 @@ def test_the_convolution_bias_is_stored_unless_the_config_says_otherwise() -> No
         ({"torch_dtype": "float8_e4m3fn"}, r"torch_dtype: found float8_e4m3fn; needed one of"),
         ({"torch_dtype": ...}, r"dtype: found nothing; needed one of"),
         ({"eos_token_id": 131072}, r"eos_token_id: found \[131072\]; needed token ids below vocab_size"),
+        ({"eos_token_id": True}, r"eos_token_id: found \[True\]; needed token ids"),
+        (
+            {"hybrid_override_pattern": "---", "num_hidden_layers": 3},
+            "found no recurrent and no attention layer; needed one at least",
+        ),
         ({"tie_word_embeddings": "no"}, r"tie_word_embeddings: found 'no'; needed true or false"),
         ({"rms_norm_eps": 0, "layer_norm_epsilon": ...}, r"rms_norm_eps: found 0; needed a number between"),
     ],
@@ -152,6 +157,7 @@ def test_a_wrong_key_is_an_error_that_names_it(changes: dict[str, Any], sentence
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, r"found model_type 'llama'"),
         ({"architectures": ["NemotronHForSequenceClassification"]}, "NemotronHForSequenceClassification"),
         ({"model_type": ...}, "found model_type nothing"),
+        ({"architectures": 5}, r"architectures 5; needed 'nemotron_h' with \['NemotronHForCausalLM'\]"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -168,11 +174,23 @@ def test_all_problems_are_told_at_once() -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\x00", ""], ids=["cut", "list", "binary", "empty"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[1]", "\x00", "", "[" * 200_000, "1" * 5000),
+        *('{"a": {"__float__": [1]}}', '{"a": {"__float__": null}}', '{"a": {"__float__": "x"}}'),
+    ],
+    ids=["cut", "list", "binary", "empty", "nested", "long-number", "float-list", "float-null", "float-word"],
+)
 def test_a_config_that_is_no_json_object_is_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json: found"):
         read_geometry(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(PUBLISHED.read_text(), encoding="utf-8-sig")
+    assert read_geometry(tmp_path) == parse_geometry(published())
 
 
 def test_every_error_of_a_config_is_a_value_error_of_ours() -> None:

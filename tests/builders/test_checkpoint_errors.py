@@ -95,6 +95,8 @@ BAD_SHARDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken-index": (lambda f: truncate(f / INDEX), "found no readable weight_map"),
     "empty-index": (lambda f: (f / INDEX).write_text('{"weight_map": {}}'), "empty weight_map"),
     "unlisted-tensor": (unlist_a_tensor, "found other tensors than model.safetensors.index.json lists for it"),
+    "nested-index": (lambda f: (f / INDEX).write_text("[" * 200_000), "found no readable weight_map"),
+    "list-for-a-shard": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": ["b"]}}'), "found shard ['b']; needed"),
     "shard-elsewhere": (point_outside, "needed the name of a file in the same folder"),
 }
 

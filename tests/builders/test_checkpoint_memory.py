@@ -28,7 +28,9 @@ print(json.dumps(peak() - before))
 
 def test_converting_a_large_single_file_needs_the_memory_of_a_few_tensors(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    folder = make_nemotron_h(tmp_path / "hf", pattern="-" * 9, hidden=1024, d_ff=2048, vocab=1024, dtype="float32")
+    folder = make_nemotron_h(
+        tmp_path / "hf", pattern="*" + "-" * 9, hidden=1024, d_ff=2048, vocab=1024, dtype="float32"
+    )
     size = (folder / "model.safetensors").stat().st_size
     largest = 2048 * 1024 * 4
     assert size > 150e6

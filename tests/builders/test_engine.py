@@ -117,6 +117,8 @@ def test_embedded_weights_are_no_bindings(rank_checkpoint: Path, tmp_path: Path)
         ({"history": 3, "max_draft_len": 3}, ConfigError, "history: found 3 with max_draft_len=3; needed at least 4"),
         ({"max_input_len": 64, "max_seq_len": 32}, ConfigError, "max_input_len: found 64; needed at most max_seq_len"),
         ({"max_num_tokens": 20}, ConfigError, "max_num_tokens: found 20; needed at most max_input_len"),
+        ({"max_batch_size": 65536}, ConfigError, "max_batch_size: found 65536; needed at most 65535"),
+        ({"max_seq_len": 2**31 - 1, "max_draft_len": 1}, ConfigError, "max_seq_len: found .* at most 2147483646"),
         ({"max_batch_size": 0}, ConfigError, "max_batch_size: found 0; needed 1 or more"),
         (
             {"compute_capabilities": [90]},
@@ -249,6 +251,7 @@ def test_the_command_turns_a_mistake_into_one_line_and_exit_code_2(
     paths = ["build", "--checkpoint_dir", str(rank_checkpoint), "--output_dir", str(tmp_path / "engine")]
     for options, message in (
         (["--history", "2", "--max_draft_len", "4"], "history: found 2 with max_draft_len=4"),
+        (["--compute_capability", "8.\u00b2"], "compute_capability: found '8.\u00b2'; needed MAJOR.MINOR"),
         (["--compute_capability", "eight"], "compute_capability: found 'eight'; needed MAJOR.MINOR"),
         (["--backend", "tensorrt_rtx", "--compute_capability", "8.0 9.0"], "found 9.0"),
         (["--backend", "tensorrt_rtx", "--compute_capability", "8.0", "9.0"], "found 9.0"),
@@ -293,6 +296,12 @@ def test_a_backend_that_is_too_old_or_too_new_is_refused(name: BackendName, vers
     other.__version__ = version  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match=rf"found version {version}; needed {needed}"):
         backend._prepare(name, other)
+
+
+def test_what_tensorrt_said_is_its_first_errors_or_else_its_warnings() -> None:
+    lines = [f"line {number}" for number in range(24)]
+    for log in (backend.LogLines(lines), backend.LogLines(["a warning", *lines], failures=lines)):
+        assert log.errors().splitlines() == ["  line 0", "  line 1", "  line 2", "  line 3", "  and 20 more"]
 
 
 def test_kernels_are_compiled_for_the_fewest_architectures() -> None:

@@ -1,5 +1,6 @@
 """The exported graph: its bindings, its nodes, its kernels and its weights."""
 
+import tempfile
 from pathlib import Path
 
 import onnx
@@ -15,6 +16,7 @@ from trtllm_replayssm.builders.export import (
     network_outputs,
     set_kernels,
 )
+from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import PLUGINS
 from trtllm_replayssm.errors import CheckpointError
@@ -26,6 +28,21 @@ REPLAY = ReplayGeometry(history=8, max_draft_len=3, state_dtype="float32")
 @pytest.fixture(scope="module")
 def graph() -> onnx.ModelProto:
     return export(tiny_geometry(dtype="bfloat16"), REPLAY, LIMITS)
+
+
+def test_the_process_that_exports_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    onnx_file = tmp_path / "model.onnx"
+    write_network_apart(
+        NetworkTask(
+            geometry=tiny_geometry("*"), replay=REPLAY, limits=LIMITS, compute_capabilities=(80,), onnx_file=onnx_file
+        )
+    )
+    assert onnx_file.is_file()
+    assert not list(temporary.iterdir())
 
 
 def test_inputs_and_outputs_are_those_of_the_contract(graph: onnx.ModelProto) -> None:

@@ -102,6 +102,27 @@ def test_windows_of_any_length_give_the_logits_of_one_prompt() -> None:
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize("pattern", ["*", "*M*", "M*-*"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("seq_len", [4, 20], ids=["window", "prompt"])
+def test_a_token_that_is_not_finite_reaches_itself_and_no_token_before_it(
+    pattern: str, value: float, seq_len: int
+) -> None:
+    geometry, replay = tiny_geometry(pattern), ReplayGeometry(history=8, max_draft_len=3)
+    model = random_model(geometry, replay)
+    tokens = torch.arange(5, 5 + 3 + seq_len)
+    spoilt = 3 + seq_len // 2
+    embedding = model.get_parameter("embedding.weight").data
+    results = []
+    for row in (embedding[tokens[spoilt]].clone(), torch.tensor(value)):
+        embedding[tokens[spoilt]] = row
+        states = poisoned_states(geometry, replay, LIMITS)
+        results.append(run_through(model, replay, tokens, [3, seq_len], 1, states))
+    clean, found = results
+    assert torch.equal(found[:spoilt], clean[:spoilt])
+    assert not found[spoilt].isfinite().any()
+
+
 def test_conventional_decode_gives_the_same_logits() -> None:
     geometry, replay = tiny_geometry(), ReplayGeometry(history=8, max_draft_len=3)
     tokens = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(3))

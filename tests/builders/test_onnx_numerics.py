@@ -97,7 +97,9 @@ def make_session(geometry: ModelGeometry, replay: ReplayGeometry) -> Session:
     evaluator = Evaluator(graph, random_weights(geometry))
     states = {name: poisoned_states(geometry, replay, LIMITS) for name in ("module", "graph")}
     for key, value in states["graph"].items():
-        if is_cache(key):  # the reference's attention weighs masked rows with zero, and zero times NaN is NaN
+        # As TensorRTExecutor allocates them: the graph's attention weighs masked rows by zero, and zero times NaN is
+        # NaN. All other states of the graph, and all of the module's, stay NaN until a token is written.
+        if is_cache(key):
             value.zero_()
     return Session(replay, run_module(model), evaluator.step, states)
 

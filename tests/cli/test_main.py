@@ -15,7 +15,6 @@ import pytest
 from tests.meta.repository import ROOT
 from tests.tiny_models import make_nemotron_h
 from trtllm_replayssm.builders.progress import BuildProgress
-from trtllm_replayssm.cli import main as main_module
 from trtllm_replayssm.cli.main import COMMANDS, Command, main
 from trtllm_replayssm.config import SamplingParams
 from trtllm_replayssm.contract.geometry import ReplayGeometry
@@ -216,8 +215,24 @@ with BuildProgress(shown=True) as progress, progress.step("parse"):
     assert "parse" in before and "parse" not in after
 
 
+def test_an_interruption_while_the_command_is_imported_is_one_line() -> None:
+    script = """
+import builtins, sys
+original = builtins.__import__
+def interrupted(name, *rest):
+    if name == "typer":
+        raise KeyboardInterrupt
+    return original(name, *rest)
+builtins.__import__ = interrupted
+from trtllm_replayssm.cli.entry import main
+assert "pydantic" not in sys.modules, "what takes time is imported inside the guard"
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
 def test_the_console_script_is_installed_under_its_name() -> None:
-    assert main_module.main is main
     script = Path(sys.executable).with_name("trtllm-replayssm")
     result = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert result.returncode == 0

@@ -39,6 +39,9 @@ def test_impossible_lengths_are_refused() -> None:
     for past, checkpoint, accepted, name in (
         (ok, int32([0, 5]), int32([0, 0]), "checkpoint_lengths[1]: found 5"),
         (ok, int32([-1, 0]), int32([0, 0]), "checkpoint_lengths[0]: found -1"),
+        (int32([9, 100]), int32([1, 3]), int32([0, 0]), "checkpoint_lengths[1]: found 3"),
+        (int32([-1, 0]), int32([0, 0]), int32([0, 0]), "past_lengths[0]: found -1"),
+        (int32([4, 2**31 - 2]), int32([4, 2**31 - 2]), int32([0, 0]), "past_lengths[1]: found 2147483646"),
         (ok, ok, int32([0, 3]), "num_accepted_tokens[1]: found 3"),
         (ok, ok, int32([-1, 0]), "num_accepted_tokens[0]: found -1"),
         (ok, ok.long(), int32([0, 0]), "checkpoint_lengths: found torch.int64"),
@@ -47,3 +50,9 @@ def test_impossible_lengths_are_refused() -> None:
         with pytest.raises(OpArgumentError) as caught:
             ops.advance(past, checkpoint, accepted, history=8, max_draft_len=1)
         assert name in str(caught.value)
+
+
+def test_the_last_position_of_int32_can_be_committed_and_no_length_wraps() -> None:
+    last = int32([2**31 - 1 - 2])
+    past, _ = ops.advance(last, last, int32([2]), history=8, max_draft_len=1)
+    assert past.tolist() == [2**31 - 1]

@@ -55,6 +55,16 @@ def conventional_arguments() -> Arguments:
     return {**{name: arguments[name] for name in kept}, "ssm_snapshots": torch.full((3, 5, 4, 8, 6), torch.nan)}
 
 
+def advance_arguments() -> Arguments:
+    return {
+        "past_lengths": int32([7, 0]),
+        "checkpoint_lengths": int32([0, 0]),
+        "num_accepted_tokens": int32([4, 1]),
+        "history": 8,
+        "max_draft_len": 3,
+    }
+
+
 BAD_MAMBA2: list[tuple[str, Any, list[str]]] = [
     ("x", "text", ["x: found str", "needed a torch.Tensor"]),
     ("x", torch.zeros(2, 4, 4), ["x: found shape (2, 4, 4)", "[batch, S, H, P]"]),
@@ -76,6 +86,7 @@ BAD_MAMBA2: list[tuple[str, Any, list[str]]] = [
     ("dt_ring", torch.zeros(3, 12, 4).half(), ["dt_ring: found torch.float16", "torch.float32"]),
     ("past_lengths", int32([7, 0]).long(), ["past_lengths: found torch.int64", "torch.int32"]),
     ("past_lengths", int32([-1, 0]), ["past_lengths[0]: found -1"]),
+    ("past_lengths", int32([2**31 - 4, 0]), ["past_lengths[0]: found 2147483644", "0 to 2147483643"]),
     ("past_lengths", int32([9, 0]), ["checkpoint_lengths[0]: found 0", "past_lengths[0] = 9", "1 to 9", "history = 8"]),
     ("checkpoint_lengths", int32([8, 0]), ["checkpoint_lengths[0]: found 8", "needed 0 to 7"]),
     ("num_tokens", int32([4, 5]), ["num_tokens[1]: found 5", "0 to 4"]),
@@ -95,6 +106,8 @@ BAD_CONV: list[tuple[str, Any, list[str]]] = [
     ("x", torch.zeros(2, 6), ["x: found shape (2, 6)", "[batch, S, D]"]),
     ("weight", torch.zeros(6, 1, 4), ["weight: found shape (6, 1, 4)", "[D, d_conv]"]),
     ("weight", torch.zeros(6, 9), ["R_conv: found 7", "at least 9"]),
+    ("weight", torch.zeros(6, 0), ["weight's taps d_conv: found 0", "at least 1"]),
+    ("bias", "text", ["bias: found str", "a torch.Tensor or None"]),
     ("bias", torch.zeros(5), ["bias: found shape (5,)", "D = 6 comes from x"]),
     ("bias", torch.zeros(6).half(), ["bias: found torch.float16", "the type of x"]),
     ("conv_ring", torch.zeros(3, 6, 7), ["conv_ring: found shape (3, 6, 7)", "D = 6"]),
@@ -108,7 +121,10 @@ BAD_CONV: list[tuple[str, Any, list[str]]] = [
 BAD_CONVENTIONAL: list[tuple[str, Any, list[str]]] = [
     ("ssm_snapshots", torch.zeros(3, 4, 4, 8, 6), ["ssm_snapshots' rows: found 4", "needed 5"]),
     ("ssm_snapshots", torch.zeros(3, 5, 4, 6, 8), ["ssm_snapshots: found shape"]),
+    ("ssm_snapshots", torch.zeros(0, 5, 4, 8, 6), ["ssm_snapshots' slots: found 0", "at least 1"]),
     ("max_draft_len", -1, ["max_draft_len: found -1"]),
+    ("max_draft_len", "3", ["max_draft_len: found '3'", "an int"]),
+    ("max_draft_len", None, ["max_draft_len: found None", "an int"]),
     ("slot_ids", int32([0, 0]), ["slot_ids: found [0, 0]"]),
 ]
 
@@ -117,6 +133,7 @@ OPS = (
     ("ops.causal_conv1d", ops.causal_conv1d, conv_arguments, BAD_CONV),
     ("ops.mamba2_conventional", ops.mamba2_conventional, conventional_arguments, BAD_CONVENTIONAL),
 )
+ADVANCE = ("ops.advance", ops.advance, advance_arguments)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +157,49 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(
         assert part in str(caught.value), str(caught.value)
     assert isinstance(caught.value, ValueError)
     assert all(torch.equal(bits(t), before[key]) for key, t in pools.items())
+
+
+NO_DENSE_TENSOR: list[tuple[str, Callable[[Tensor], Any], str]] = [
+    ("None", lambda t: None, "found NoneType; needed a torch.Tensor"),
+    ("an array", lambda t: t.numpy(), "found ndarray; needed a torch.Tensor"),
+    ("sparse", lambda t: t.nan_to_num().to_sparse(), "found layout torch.sparse_coo; needed a dense tensor"),
+    (
+        "nested",
+        lambda t: torch.nested.as_nested_tensor([t.flatten()], layout=torch.jagged),
+        "found a nested tensor; needed a dense tensor",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "spoil", "said"), NO_DENSE_TENSOR, ids=[kind for kind, *_ in NO_DENSE_TENSOR])
+@pytest.mark.parametrize(
+    ("name", "op", "make", "argument"),
+    [
+        pytest.param(name, op, make, argument, id=f"{name}-{argument}")
+        for name, op, make in (*((name, op, make) for name, op, make, _ in OPS), ADVANCE)
+        for argument, value in make().items()
+        if isinstance(value, Tensor)
+    ],
+)
+def test_what_is_no_dense_tensor_is_refused_wherever_it_stands_and_nothing_is_written(
+    name: str,
+    op: Callable[..., Any],
+    make: Callable[[], Arguments],
+    argument: str,
+    kind: str,
+    spoil: Callable[[Tensor], Any],
+    said: str,
+) -> None:
+    arguments = make()
+    tensors = {key: t for key, t in arguments.items() if isinstance(t, Tensor)}
+    before = {key: bits(t) for key, t in tensors.items()}
+    if (argument, kind) == ("bias", "None"):
+        assert op(**(arguments | {argument: None})).shape == arguments["x"].shape, "the one tensor that may be absent"
+        return
+    with pytest.raises(OpArgumentError) as caught:
+        op(**(arguments | {argument: spoil(tensors[argument])}))
+    assert str(caught.value).startswith(f"{name}: {argument}: {said}")
+    assert all(torch.equal(bits(t), before[key]) for key, t in tensors.items())
 
 
 @pytest.mark.parametrize(("op", "make"), [(op, make) for _, op, make, _ in OPS], ids=[name for name, *_ in OPS])

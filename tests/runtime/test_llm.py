@@ -32,6 +32,7 @@ from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 PATTERN = "M*-M"
 RULES = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+EVERY_TOKEN_STOPS = {"min_tokens": 1, "stop_token_ids": tuple(range(320))}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,13 @@ def test_min_tokens_keeps_the_end_away(llm: LLM) -> None:
     assert len(completion.token_ids) >= 6 and ids[0] not in completion.token_ids[:6]
 
 
+def test_every_token_may_stop_where_none_is_kept_away(llm: LLM) -> None:
+    rules = RULES.model_copy(update=EVERY_TOKEN_STOPS | {"min_tokens": 0})
+    assert len(llm.generate([5], rules).outputs[0].token_ids) == 1
+    but_one = EVERY_TOKEN_STOPS | {"stop_token_ids": tuple(set(range(320)) - {7})}
+    assert llm.generate([5], RULES.model_copy(update=but_one)).outputs[0].token_ids[0] == 7
+
+
 def test_generation_ends_at_max_seq_len(folder: Path) -> None:
     for speculative in (None, NGramDecodingConfig(max_draft_len=7)):
         small = LLM(folder, device="cpu", max_seq_len=32, speculative_config=speculative)
@@ -155,6 +163,7 @@ def test_generation_ends_at_max_seq_len(folder: Path) -> None:
         ([5] * 64, RULES, r"prompt 0: found 64 tokens; needed at most max_input_len \(63\)"),
         ([[5], [6]], [RULES], "sampling_params: found 1 for 2 prompts"),
         ([[5]], RULES.model_copy(update={"stop_token_ids": (400,)}), "stop or end token id 400"),
+        ([[5]], RULES.model_copy(update=EVERY_TOKEN_STOPS), "prompt 0: found min_tokens=1 with all 320 tokens"),
     ],
 )
 def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompts: Any, rules: Any, message: str) -> None:

@@ -27,6 +27,9 @@ from trtllm_replayssm.runtime.prompts import as_list, params_for
         (torch.tensor([[1, 2], [3, 4]]), [(1, 2), (3, 4)], False),
         (torch.tensor([[1], [2]]), [(1,), (2,)], False),
         ([torch.tensor([5]), torch.tensor([6])], [(5,), (6,)], False),
+        ([torch.tensor([5, 6])], [(5, 6)], False),
+        ([torch.tensor(5), np.int64(6)], [(5, 6)], True),
+        ({"prompt_token_ids": torch.tensor([5, 6])}, [(5, 6)], True),
     ],
     ids=repr,
 )

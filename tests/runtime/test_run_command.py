@@ -1,7 +1,10 @@
 """``trtllm-replayssm run``: prompts from options and files, text and JSON out, exit code 2 for mistakes."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,21 @@ def test_token_ids_are_told_from_text(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"executor +torch\ndevice +cpu\n", printed)
 
 
+@pytest.mark.parametrize("redirection", ["", ">&-"], ids=["ascii", "closed"])
+def test_any_text_can_be_printed_anywhere(folder: Path, redirection: str) -> None:
+    options = f"--model {folder} --device cpu --max_tokens 1 --prompt Pr\u00fcfung"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        f"{sys.executable} -m trtllm_replayssm run {options} {redirection}",
+        shell=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("Pr\\xfcfung" in done.stdout) != bool(redirection)
+
+
 def test_json_holds_outputs_and_metrics_and_speculation_changes_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,9 +107,10 @@ def test_prompts_come_from_files(tmp_path: Path) -> None:
     plain = tmp_path / "prompts.txt"
     plain.write_text("first line\n\n  second\n")
     assert read_prompts([], plain) == ["first line", "  second"]
-    lines = tmp_path / "prompts.jsonl"
-    lines.write_text('{"prompt": "text"}\n{"prompt_token_ids": [4, 5]}\n')
-    assert read_prompts([], lines) == ["text", [4, 5]]
+    for name in ("prompts.jsonl", "PROMPTS.JSONL"):
+        lines = tmp_path / name
+        lines.write_text('{"prompt": "text"}\n{"prompt_token_ids": [4, 5]}\n', encoding="utf-8-sig")
+        assert read_prompts([], lines) == ["text", [4, 5]]
 
 
 def test_token_ids_of_a_file_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +123,12 @@ def test_token_ids_of_a_file_run(folder: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    "line", ["not json", "[1, 2]", "{}", '{"prompt": 5}', '{"prompt_token_ids": "x"}', '{"prompt": "a", "b": 1}']
+    "line",
+    [
+        *("not json", "[1, 2]", "{}", '{"prompt": 5}', '{"prompt_token_ids": "x"}', '{"prompt": "a", "b": 1}'),
+        *("[" * 100_000, "1" * 5000),
+    ],
+    ids=lambda line: line[:30],
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -120,6 +144,8 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
         ([], "needed --prompt or --input_file"),
         (["--prompt", "a", "--input_file", "b"], "one of the two"),
         (["--input_file", "absent.txt"], "absent.txt: No such file"),
+        (["--prompt", "half \ud800 a pair"], "prompt: found no valid Unicode at character 5 ('half \\ud800 a pair')"),
+        (["--prompt", "a", "--device", "cpu:3"], "device: found 'cpu:3'; needed 'auto', 'cpu', 'cuda' or 'cuda:<n>'."),
         (["--prompt", "a" * 70], "max_input_len (63)"),
         (["--prompt", "a", "--max_tokens", "0"], "max_tokens: found 0"),
         (["--prompt", "a", "--temperature", "-1"], "temperature: found -1.0"),

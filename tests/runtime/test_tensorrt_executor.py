@@ -293,7 +293,12 @@ def test_attention_that_weighs_masked_rows_meets_no_garbage_in_new_caches(
 ) -> None:
     # As TensorRT's attention does: the model's own leaves unwritten rows out.
     def attend(
-        self: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step
+        self: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        num_finite: torch.Tensor,
+        step: Step,
     ) -> torch.Tensor:
         keys, values = key[:, :, : step.key_length], value[:, :, : step.key_length]
         return scaled_dot_product_attention(

@@ -100,7 +100,7 @@ def _capabilities(texts: list[str] | None) -> tuple[int, ...] | None:
     found: list[int] = []
     for word in " ".join(texts).replace(",", " ").split():
         major, point, minor = word.partition(".")
-        if not (point and major.isdigit() and minor.isdigit() and len(minor) == 1):
+        if not (word.isascii() and point and major.isdigit() and minor.isdigit() and len(minor) == 1):
             raise typer.BadParameter(f"compute_capability: found {word!r}; needed MAJOR.MINOR, such as 8.9.")
         found.append(10 * int(major) + int(minor))
     return tuple(found)

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from trtllm_replayssm.cli.tables import facts_table, new_table, rendered
 from trtllm_replayssm.contract.capability import capability_text
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 _KIND_NAMES = {"huggingface": "Hugging Face folder", "rank_checkpoint": "rank checkpoint", "engine": "engine"}
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_LEAST_WIDTH = 100
 _SHOWN_KINDS = 8
 _SHOWN_LAYERS = 6
 
@@ -38,31 +36,7 @@ def command(
     tables = [_model_table(found), _states_table(found)]
     if found.engine is not None:
         tables += _engine_tables(found.engine)
-    print(_rendered(tables))
-
-
-def _rendered(tables: list[Table]) -> str:
-    """Return the tables as text: as wide as the terminal, or at least 100 columns, without trailing blanks."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, _LEAST_WIDTH))
-    with console.capture() as captured:
-        console.print(*tables)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
-    return table
-
-
-def _facts(title: str, facts: dict[str, object]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
-    for name, value in facts.items():
-        table.add_row(name, str(value))
-    return table
+    print(rendered(tables))
 
 
 def _model_table(found: Inspection) -> Table:
@@ -84,12 +58,12 @@ def _model_table(found: Inspection) -> Table:
         facts["mlp"] = f"d_ff {p.d_ff}, {p.activation}"
     place = "in the folder" if found.has_weights else "not in the folder"
     facts["weights"] = f"{found.num_parameters:,} parameters, {_size(found.weights_bytes)}, {place}"
-    return _facts("Model", facts)
+    return facts_table("Model", facts)
 
 
 def _states_table(found: Inspection) -> Table:
     replay = found.replay
-    table = _table(
+    table = new_table(
         f"States of one slot (history {replay.history}, max_draft_len {replay.max_draft_len}, "
         f"max_seq_len {found.max_seq_len})",
         *("state", "layers", "shape per layer", "type", "bytes", "MiB"),
@@ -136,16 +110,16 @@ def _engine_tables(engine: EngineInspection) -> list[Table]:
         f"engine layers, {len(manifest.profiles)} profiles": _counts(engine.engine_layers),
         "build time": f"{sum(engine.seconds.values()):.1f} s: {times}" if times else "not reported",
     }
-    profiles = _table("Profiles (least, best, most)", "profile", "batch", "tokens per row", "logits per row")
+    profiles = new_table("Profiles (least, best, most)", "profile", "batch", "tokens per row", "logits per row")
     for profile in manifest.profiles:
         ranges = (profile.batch, profile.window, profile.logits)
         profiles.add_row(profile.name, *(", ".join(str(value) for value in values) for values in ranges))
     columns = ("plugin", "version", "layers", "kernels", "kernel sha256")
-    plugins = _table("Plugins", *columns, numbers=("version", "layers", "kernels"))
+    plugins = new_table("Plugins", *columns, numbers=("version", "layers", "kernels"))
     for plugin in manifest.plugins:
         size = _size(plugin.kernels_bytes)
         plugins.add_row(plugin.op_type, plugin.version, str(plugin.nodes), size, _short(plugin.kernels_sha256))
-    return [_facts("Engine", facts), profiles, plugins]
+    return [facts_table("Engine", facts), profiles, plugins]
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from types import FrameType
 from typing import Annotated, Final, NamedTuple
 
@@ -29,21 +30,30 @@ EXIT_TERMINATED: Final = 128 + signal.SIGTERM
 
 
 class Command(NamedTuple):
-    """Where a command is, and its line in ``--help``."""
+    """Where a command is, its line in ``--help``, and those of its options that take several values.
+
+    The module has a function ``command``, or, for a group of commands, a ``typer.Typer`` named ``app``. typer knows an
+    option of several values only as one that is given several times.
+    """
 
     module: str
     summary: str
+    list_options: tuple[str, ...] = ()
 
 
 COMMANDS: Final[dict[str, Command]] = {
     "convert": Command("trtllm_replayssm.cli.convert", "Convert a Hugging Face folder to a rank checkpoint."),
-    "build": Command("trtllm_replayssm.cli.build", "Build a TensorRT engine from a rank checkpoint."),
+    "build": Command(
+        "trtllm_replayssm.cli.build", "Build a TensorRT engine from a rank checkpoint.", ("--compute_capability",)
+    ),
     "run": Command("trtllm_replayssm.cli.run", "Generate text with an engine, a rank checkpoint or a model folder."),
     "inspect": Command("trtllm_replayssm.cli.inspect", "Show what a model or engine folder holds."),
+    "bench": Command(
+        "trtllm_replayssm.cli.bench",
+        "Measure the kernels on this machine's GPU.",
+        ("--shape", "--batch_sizes", "--state_dtype", "--max_draft_len"),
+    ),
 }
-
-# The options that take several values, which typer knows only as an option given several times.
-_LIST_OPTIONS: Final = ("--compute_capability", "--compute-capability")
 
 
 class _Terminated(BaseException):
@@ -60,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for a user's mistake, 128 + signal when interrupted.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    _mend_streams()
     try:
         with _sigterm_raises():
             code = _run(arguments)
@@ -87,6 +98,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("terminated", EXIT_TERMINATED)
 
 
+def _mend_streams() -> None:
+    """Let any text be printed: a terminal of another encoding shows escapes, and a closed stream swallows it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _run(arguments: Sequence[str]) -> object:
     try:
         return _make_app(arguments)(args=_spread(arguments), prog_name="trtllm-replayssm", standalone_mode=False)
@@ -112,18 +133,31 @@ def _make_app(arguments: Sequence[str]) -> typer.Typer:
     settings = {"token_normalize_func": lambda name: name.replace("-", "_")}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=settings)
     app.callback()(_options)
-    called = next((argument for argument in arguments if not argument.startswith("-")), None)
+    called = _called(arguments)
     for name, command in COMMANDS.items():
-        function = importlib.import_module(command.module).command if name == called else _not_called
-        app.command(name, help=None if name == called else command.summary)(function)
+        if name != called:
+            app.command(name, help=command.summary)(_not_called)
+            continue
+        module = importlib.import_module(command.module)
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(module.command)
     return app
+
+
+def _called(arguments: Sequence[str]) -> str | None:
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
 
 
 def _spread(arguments: Sequence[str]) -> list[str]:
     """Name a list option again before each of its further values."""
+    called = COMMANDS.get(_called(arguments) or "")
+    options = called.list_options if called else ()
     spread: list[str] = []
     for argument in arguments:
-        if not argument.startswith("-") and spread[-2:-1] and spread[-2] in _LIST_OPTIONS:
+        option = spread[-2].replace("-", "_").replace("__", "--", 1) if spread[-2:-1] else ""
+        if not argument.startswith("-") and option in options:
             spread.append(spread[-2])
         spread.append(argument)
     return spread

@@ -162,10 +162,10 @@ def read_prompts(texts: Sequence[str], input_file: Path | None) -> "list[Prompt]
     if input_file is None:
         return list(texts)
     try:
-        lines = input_file.read_text(encoding="utf-8").splitlines()
+        lines = input_file.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise RequestError(f"{input_file}: found no UTF-8 text ({error}); needed one prompt a line.") from error
-    is_json = input_file.suffix == ".jsonl"
+    is_json = input_file.suffix.lower() == ".jsonl"
     prompts = [
         _json_prompt(f"{input_file}:{number}", line) if is_json else line
         for number, line in enumerate(lines, start=1)
@@ -180,7 +180,7 @@ def _json_prompt(where: str, line: str) -> "Prompt":
     needed = 'needed {"prompt": "text"} or {"prompt_token_ids": [ids]}'
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where}: found no valid JSON ({error}); {needed}.") from error
     keys = [key for key in ("prompt", "prompt_token_ids") if isinstance(record, dict) and key in record]
     if len(keys) != 1 or len(record) != 1:

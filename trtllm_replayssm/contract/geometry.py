@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, StrictInt, model_validator
 
 from trtllm_replayssm.contract import defaults, protocol
 
@@ -85,7 +85,16 @@ class ModelGeometry(Frozen):
     mamba2: Mamba2Geometry | None
     attention: AttentionGeometry | None
     mlp: MlpGeometry | None
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[StrictInt, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelGeometry":
+        for kind in LayerType:
+            if self.layers_of(kind) and getattr(self, kind.value) is None:
+                raise ValueError(f"{kind.value}: found nothing; needed the shape of layers {self.layers_of(kind)}")
+        if not set(self.layer_types) - {LayerType.MLP}:
+            raise ValueError("layer_types: found no recurrent and no attention layer; needed one at least")
+        return self
 
     def layers_of(self, layer_type: LayerType) -> tuple[int, ...]:
         """Return the indices of the layers of one type, ascending."""

@@ -182,27 +182,52 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        version = found.get("schema_version") if isinstance(found, dict) else None
+        if version == SCHEMA_VERSION:
+            return Manifest.model_validate_json(text)
     except OSError as error:
         raise ManifestError(
             f"{folder}: found no readable {MANIFEST_FILE} ({error.strerror}); needed an engine folder. "
             "Build one with `trtllm-replayssm build`."
         ) from error
-    try:
-        found = json.loads(text)
-        version = found.get("schema_version") if isinstance(found, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ManifestError(
-                f"{path}: found schema_version {version!r}; needed {SCHEMA_VERSION}. Build the engine again."
-            )
-        return Manifest.model_validate_json(text)
-    except json.JSONDecodeError as error:
-        raise ManifestError(f"{path}: found text that is not JSON ({error}). Build the engine again.") from error
-    except ValidationError as error:
-        raise ManifestError(f"{path}: {validation_text(error)}. Build the engine again.") from error
+    except (ValueError, RecursionError) as error:  # the first includes what is no UTF-8, and pydantic's errors
+        raise _damaged(path, error) from error
+    raise ManifestError(f"{path}: found schema_version {version!r}; needed {SCHEMA_VERSION}. Build the engine again.")
 
 
 def read_report(folder: Path) -> BuildReport | None:
-    """Read what the builder said; None when the folder has no report."""
+    """Read what the builder said; None when the folder has no report.
+
+    Raises:
+        ManifestError: it cannot be read.
+    """
     path = folder / REPORT_FILE
-    return BuildReport.model_validate_json(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return BuildReport.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, error) from error
+
+
+def check_engine_size(folder: Path, manifest: Manifest) -> None:
+    """Compare the size of the engine file with what the manifest says; nothing is read.
+
+    Raises:
+        ManifestError: the file is missing, or another size.
+    """
+    path = folder / ENGINE_FILE
+    found = path.stat().st_size if path.is_file() else None
+    if found != manifest.engine_bytes:
+        raise ManifestError(
+            f"{path}: found {'nothing' if found is None else f'{found:,} bytes'}; needed {manifest.engine_bytes:,} "
+            "bytes, as the manifest says. Copy the file again, or build the engine again."
+        )
+
+
+def _damaged(path: Path, error: Exception) -> ManifestError:
+    if isinstance(error, ValidationError):
+        return ManifestError(f"{path}: {validation_text(error)}. Build the engine again.")
+    return ManifestError(f"{path}: found text that is not JSON ({error}). Build the engine again.")

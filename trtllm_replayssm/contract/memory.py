@@ -7,6 +7,7 @@ from trtllm_replayssm.contract.geometry import (
     EngineLimits,
     Frozen,
     LayerType,
+    Mamba2Geometry,
     ModelGeometry,
     ReplayGeometry,
 )
@@ -54,18 +55,24 @@ def state_pools(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineL
     )
 
 
+def mamba2_checkpoint_bytes(m: Mamba2Geometry, state_dtype: str) -> int:
+    """Return the bytes of one slot's recurrent state in one layer: what a flush writes there."""
+    return m.n_heads * m.head_dim * m.d_state * DTYPE_BYTES[state_dtype]
+
+
+def mamba2_ring_row_bytes(m: Mamba2Geometry, activation_dtype: str) -> int:
+    """Return the bytes of one token's x, B and dt ring rows in one layer."""
+    activations = m.d_inner + m.n_groups * m.d_state
+    return activations * DTYPE_BYTES[activation_dtype] + m.n_heads * DTYPE_BYTES["float32"]
+
+
 def checkpoint_bytes(geometry: ModelGeometry, state_dtype: str) -> int:
     """Return the bytes of one slot's recurrent states, all layers: what a flush writes."""
-    m = geometry.mamba2
     layers = len(geometry.layers_of(LayerType.MAMBA2))
-    return 0 if m is None else layers * m.n_heads * m.head_dim * m.d_state * DTYPE_BYTES[state_dtype]
+    return 0 if geometry.mamba2 is None else layers * mamba2_checkpoint_bytes(geometry.mamba2, state_dtype)
 
 
 def ring_row_bytes(geometry: ModelGeometry) -> int:
     """Return the bytes of one token's x, B and dt ring rows, all layers: what a window token appends."""
-    m = geometry.mamba2
-    if m is None:
-        return 0
     layers = len(geometry.layers_of(LayerType.MAMBA2))
-    activations = m.n_heads * m.head_dim + m.n_groups * m.d_state
-    return layers * (activations * DTYPE_BYTES[geometry.dtype] + m.n_heads * DTYPE_BYTES["float32"])
+    return 0 if geometry.mamba2 is None else layers * mamba2_ring_row_bytes(geometry.mamba2, geometry.dtype)

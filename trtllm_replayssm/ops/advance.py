@@ -35,7 +35,12 @@ def advance(
 
     Raises:
         OpArgumentError: wrong shape, type or device; history < 1 + max_draft_len; on the CPU also lengths that no step
-            can have had, or more accepted tokens than a window holds.
+            can have had (f < 0, f > c, c - f > history, or c + T beyond int32), or more accepted tokens than a window
+            holds.
+
+    Note:
+        Lengths are int32, and positions must stay below 2^31 - T. On CUDA no value is read, so nothing refuses them
+        there.
     """
     tensors = {
         "past_lengths": past_lengths,
@@ -45,19 +50,19 @@ def advance(
     checks.check_tensors(_OP, _TABLE, tensors)
     checks.check_window(_OP, history=history, max_draft_len=max_draft_len)
     if past_lengths.device.type == "cpu":
-        _check_values(past_lengths, checkpoint_lengths, num_accepted_tokens, protocol.window_length(max_draft_len))
+        window = protocol.window_length(max_draft_len)
+        _check_values(past_lengths, checkpoint_lengths, num_accepted_tokens, window, history)
     return protocol.advance(
         past_lengths, checkpoint_lengths, num_accepted_tokens, history=history, max_draft_len=max_draft_len
     )
 
 
-def _check_values(past_lengths: Tensor, checkpoint_lengths: Tensor, num_accepted_tokens: Tensor, window: int) -> None:
+def _check_values(
+    past_lengths: Tensor, checkpoint_lengths: Tensor, num_accepted_tokens: Tensor, window: int, history: int
+) -> None:
     counters = (past_lengths.tolist(), checkpoint_lengths.tolist(), num_accepted_tokens.tolist())
     for row, (c, f, accepted) in enumerate(zip(*counters, strict=True)):
-        if not 0 <= f <= c:
-            raise OpArgumentError(
-                f"{_OP}: checkpoint_lengths[{row}]: found {f} with past_lengths[{row}] = {c}; needed 0 to {c}."
-            )
+        checks.check_row(_OP, row, c, f, window=window, history=history)
         if not 0 <= accepted <= window:
             raise OpArgumentError(
                 f"{_OP}: num_accepted_tokens[{row}]: found {accepted}; needed 0 to {window} (1 + max_draft_len). "

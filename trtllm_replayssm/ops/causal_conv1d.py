@@ -15,7 +15,7 @@ _OP = "ops.causal_conv1d"
 _TABLE = (
     checks.Argument("x", ("batch", "S", "D"), "activation"),
     checks.Argument("weight", ("D", "d_conv"), "activation"),
-    checks.Argument("bias", ("D",), "activation"),
+    checks.Argument("bias", ("D",), "activation", is_optional=True),
     checks.Argument("conv_ring", ("slots", "R_conv", "D"), "activation", is_written=True),
     checks.Argument("past_lengths", ("batch",), "int32"),
     checks.Argument("num_tokens", ("batch",), "int32"),
@@ -72,6 +72,7 @@ def causal_conv1d(
     size = checks.check_tensors(_OP, _TABLE, tensors)
     if activation not in ("silu", None):
         raise OpArgumentError(f"{_OP}: activation: found {activation!r}; needed 'silu' or None.")
+    checks.check_at_least(_OP, "weight's taps d_conv", size["d_conv"], 1, "the newest token's tap")
     least = protocol.min_conv_ring_rows(size["d_conv"], 0)
     checks.check_at_least(_OP, "conv_ring's rows R_conv", size["R_conv"], least, "d_conv - 1 + 1 + max_draft_len")
     if x.is_meta:

@@ -17,6 +17,8 @@ from trtllm_replayssm.errors import ConfigError, OpArgumentError
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+_MOST_TOKENS = 2**31 - 1  # lengths are int32
+
 TypeRule = Literal["activation", "activation or float32", "state", "float32", "int32"]
 
 
@@ -29,12 +31,14 @@ class Argument:
         symbols: its symbolic shape; a symbol has one value in a call.
         type_rule: "activation": the type of the op's first argument; "state": any float type of its own.
         is_written: updated in place, so that no two of its elements may share memory.
+        is_optional: may be None.
     """
 
     name: str
     symbols: tuple[str, ...]
     type_rule: TypeRule
     is_written: bool = False
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,25 +53,29 @@ def check_tensors(op: str, table: tuple[Argument, ...], tensors: Mapping[str, Te
     Args:
         op: name for messages, for example "ops.mamba2".
         table: the arguments; the first one gives the activation type and the device.
-        tensors: name -> tensor; None for an optional argument that is absent.
+        tensors: name -> tensor, or None for an optional argument that is absent.
 
     Returns:
         The value of every symbol.
 
     Raises:
-        OpArgumentError: something is not a tensor, has another shape, type or device, or is to be written and
+        OpArgumentError: something is not a dense tensor, has another shape, type or device, or is to be written and
             overlaps with itself.
     """
     bound: dict[str, _Bound] = {}
     first = tensors[table[0].name]
     for argument in table:
         tensor = tensors[argument.name]
-        if tensor is None:
+        if tensor is None and argument.is_optional:
             continue
         where = f"{op}: {argument.name}"
         if not isinstance(tensor, Tensor):
-            raise OpArgumentError(f"{where}: found {type(tensor).__name__}; needed a torch.Tensor.")
+            or_none = " or None" if argument.is_optional else ""
+            raise OpArgumentError(f"{where}: found {type(tensor).__name__}; needed a torch.Tensor{or_none}.")
         assert isinstance(first, Tensor), "the first argument is never optional and was checked first"
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise OpArgumentError(f"{where}: found {kind}; needed a dense tensor, of layout torch.strided.")
         _check_shape(where, argument, tensor, bound)
         _check_type(where, argument, tensor, first.dtype, table[0].name)
         if tensor.device != first.device:
@@ -123,15 +131,24 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
+def check_int(op: str, what: str, found: int) -> None:
+    """Refuse what only resembles an int: a bool, a float, text, None.
+
+    Raises:
+        OpArgumentError: found is no int.
+    """
+    if type(found) is not int:
+        raise OpArgumentError(f"{op}: {what}: found {found!r}; needed an int.")
+
+
 def check_window(op: str, *, history: int, max_draft_len: int) -> None:
     """Refuse a history that cannot hold one window.
 
     Raises:
         OpArgumentError: history or max_draft_len is no int, is too small, or history < 1 + max_draft_len.
     """
-    for name, value in (("history", history), ("max_draft_len", max_draft_len)):
-        if type(value) is not int:
-            raise OpArgumentError(f"{op}: {name}: found {value!r}; needed an int.")
+    check_int(op, "history", history)
+    check_int(op, "max_draft_len", max_draft_len)
     try:
         protocol.check_history(history, max_draft_len)
     except ConfigError as error:
@@ -199,8 +216,7 @@ def check_lengths(
     """Refuse counters that the protocol cannot produce, in rows that have a slot. Reads memory on the CPU alone.
 
     Raises:
-        OpArgumentError: not 0 <= num_tokens <= S, not 0 <= checkpoint_lengths <= past_lengths, or more pending rows
-            than history.
+        OpArgumentError: not 0 <= num_tokens <= S, or lengths that ``check_row`` refuses.
     """
     if slot_ids.device.type != "cpu":
         return
@@ -211,10 +227,23 @@ def check_lengths(
             continue
         if not 0 <= n <= seq_len:
             raise OpArgumentError(f"{op}: num_tokens[{row}]: found {n}; needed 0 to {seq_len}, the window's tokens.")
-        if c < 0:
-            raise OpArgumentError(f"{op}: past_lengths[{row}]: found {c}; needed 0 or more.")
-        if checkpoint_lengths is not None and not max(0, c - history) <= f <= c:
-            raise OpArgumentError(
-                f"{op}: checkpoint_lengths[{row}]: found {f} with past_lengths[{row}] = {c}; needed "
-                f"{max(0, c - history)} to {c} (at most history = {history} pending rows). Commit with ops.advance."
-            )
+        check_row(op, row, c, f, window=seq_len, history=history)
+
+
+def check_row(op: str, row: int, c: int, f: int, *, window: int, history: int) -> None:
+    """Refuse lengths that no step can have.
+
+    Raises:
+        OpArgumentError: past_lengths c is negative, or so large that c + window leaves int32; checkpoint_lengths f is
+            negative, beyond c, or leaves more pending rows than history.
+    """
+    if not 0 <= c <= _MOST_TOKENS - window:
+        raise OpArgumentError(
+            f"{op}: past_lengths[{row}]: found {c}; needed 0 to {_MOST_TOKENS - window}, so that {c} and the {window} "
+            f"tokens of a window stay below 2^31."
+        )
+    if not max(0, c - history) <= f <= c:
+        raise OpArgumentError(
+            f"{op}: checkpoint_lengths[{row}]: found {f} with past_lengths[{row}] = {c}; needed "
+            f"{max(0, c - history)} to {c} (at most history = {history} pending rows). Commit with ops.advance."
+        )

@@ -80,9 +80,11 @@ def mamba2_conventional(
     }
     size = checks.check_tensors(_OP, _TABLE, tensors)
     checks.check_multiple(_OP, "x's heads H", size["H"], size["G"], "the groups G of B and C")
+    checks.check_int(_OP, "max_draft_len", max_draft_len)
     window = protocol.window_length(max_draft_len)
     checks.check_window(_OP, history=window, max_draft_len=max_draft_len)
     checks.check_equal(_OP, "ssm_snapshots' rows", size["T + 1"], window + 1, "2 + max_draft_len")
+    checks.check_at_least(_OP, "ssm_snapshots' slots", size["slots"], 1, "a padding row reads slot 0, and drops it")
     if x.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
     checks.check_slots(_OP, slot_ids, size["slots"])

@@ -124,7 +124,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device: found {name!r}; needed 'auto', 'cpu', 'cuda' or 'cuda:<n>'.") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise ConfigError(f"device: found {name!r}; needed 'auto', 'cpu', 'cuda' or 'cuda:<n>'.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(

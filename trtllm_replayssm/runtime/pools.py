@@ -40,7 +40,10 @@ def check_memory(
 
 
 def allocate(states: Sequence[TensorSpec], limits: EngineLimits, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Allocate the pools and caches, uninitialised: the protocol never reads what no token has written.
+    """Allocate the pools and caches, uninitialised: the ops never read what no token has written.
+
+    Nor do the torch modules. TensorRT's attention does read the whole cache: see
+    ``tensorrt_executor.allocate_states``.
 
     Args:
         states: ``contract.tensors.state_specs``.

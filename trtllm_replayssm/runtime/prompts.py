@@ -51,14 +51,14 @@ class PromptDesk:
         token_ids = self._token_ids(number, prompt)
         self._check_length(number, token_ids)
         self._check_params(number, params)
-        end_ids = frozenset(self.geometry.eos_token_ids if params.end_id is None else (params.end_id,))
+        end_ids = self._end_ids(number, params)
         return Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            end_ids=frozenset() if params.ignore_eos else end_ids,
+            end_ids=end_ids,
             max_new_tokens=min(params.max_tokens, self.limits.max_seq_len - len(token_ids)),
             text=self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens) if self.tokenizer else None,
         )
@@ -76,6 +76,16 @@ class PromptDesk:
         if bad:
             raise RequestError(f"prompt {number}: found token id {bad[0]}; needed 0 <= id < {vocab_size}.")
         return prompt
+
+    def _end_ids(self, number: int, params: SamplingParams) -> frozenset[int]:
+        model_ids = self.geometry.eos_token_ids if params.end_id is None else (params.end_id,)
+        end_ids = frozenset(() if params.ignore_eos else model_ids)
+        if params.min_tokens and len(end_ids.union(params.stop_token_ids)) >= self.geometry.vocab_size:
+            raise RequestError(
+                f"prompt {number}: found min_tokens={params.min_tokens} with all {self.geometry.vocab_size} tokens of "
+                f"the vocabulary among stop_token_ids and end tokens; needed one that may be generated before the end."
+            )
+        return end_ids
 
     def _check_length(self, number: int, token_ids: tuple[int, ...]) -> None:
         length, limits = len(token_ids), self.limits

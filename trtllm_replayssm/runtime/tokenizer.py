@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as _FastTokenizer
 
-from trtllm_replayssm.errors import CheckpointError
+from trtllm_replayssm.errors import CheckpointError, RequestError
 from trtllm_replayssm.runtime.text_stream import TextStream
 
 
@@ -34,7 +34,19 @@ class Tokenizer:
         return cls(file) if file.is_file() else None
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the tokenizer's own template adds."""
+        """Return the token ids of a prompt, with the special tokens that the tokenizer's own template adds.
+
+        Raises:
+            RequestError: the text has half of a surrogate pair, or a byte that was no UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            near = text[max(error.start - 10, 0) : error.start + 10]
+            raise RequestError(
+                f"prompt: found no valid Unicode at character {error.start} ({near!a}); needed text that can be "
+                "written as UTF-8."
+            ) from error
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 

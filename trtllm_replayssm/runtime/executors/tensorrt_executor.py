@@ -43,7 +43,8 @@ def allocate_states(
     """Allocate the pools, uninitialised, and the key/value caches, set to zero this once.
 
     TensorRT's attention weighs a masked cache row by zero instead of leaving it out, and 0 * NaN is NaN: what is there
-    before any token has been written must be finite. Steps leave only finite values behind.
+    before any token has been written must be finite. What steps write afterwards is finite while the model's own
+    values are; docs/decisions.md has the limit.
     """
     states = pools.allocate(specs, limits, device)
     for spec, state in zip(specs, states, strict=True):

@@ -1,0 +1,93 @@
+"""Shapes, cases, and cursors that the protocol can have."""
+
+import numpy as np
+import pytest
+
+from trtllm_replayssm.bench import cases
+from trtllm_replayssm.bench.cases import BYTES_BETWEEN_USES, draw_cursors, make_cases, parse_shape
+from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract.geometry import ReplayGeometry
+from trtllm_replayssm.errors import ConfigError, ReplaySSMError
+
+
+@pytest.mark.parametrize("history", [1, 8, 16, 32])
+def test_a_decode_meets_every_cursor_position_equally_often(history: int) -> None:
+    replay = ReplayGeometry(history=history)
+    cursors = draw_cursors(replay, 37, cases.num_steps(replay), seed=1)
+    pending = cursors.past_lengths - cursors.checkpoint_lengths
+    assert (np.sort(pending, axis=0).T == np.arange(1, history + 1)).all()
+    assert pending[0].tolist() == [1 + row % history for row in range(37)]
+    assert cursors.flushes(replay).mean() == 1 / history
+    assert cursors.mean_pending() == (1 + history) / 2
+
+
+@pytest.mark.parametrize(("history", "max_draft_len"), [(16, 0), (16, 3), (8, 7), (4, 3), (32, 1)])
+def test_cursors_are_steps_of_the_protocol(history: int, max_draft_len: int) -> None:
+    replay = ReplayGeometry(history=history, max_draft_len=max_draft_len)
+    c, f = draw_cursors(replay, 500, 24, seed=0)
+    assert c.dtype == f.dtype == np.int32 and c.shape == f.shape == (24, 500)
+    assert (f >= 1).all() and (f <= c).all() and (c - f <= history).all()
+    accepted = c[1:] - c[:-1]
+    assert accepted.min() == 1 and accepted.max() == replay.window
+    _, expected = protocol.advance(c[:-1], f[:-1], accepted, history=history, max_draft_len=max_draft_len)
+    assert (f[1:] == expected).all()
+    assert len(set((c[0] % replay.ring_rows).tolist())) == replay.ring_rows, "every ring position occurs"
+
+
+def test_cursors_of_longer_windows_are_stationary() -> None:
+    replay = ReplayGeometry(history=16, max_draft_len=3)
+    cursors = draw_cursors(replay, 4000, 64, seed=3)
+    flushes, pending = cursors.flushes(replay), cursors.past_lengths - cursors.checkpoint_lengths
+    # The mean of 1 + a leading run of at most three successes of 0.7.
+    committed = (cursors.past_lengths[-1] - cursors.past_lengths[0]).mean() / 63
+    assert committed == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3, rel=0.01)
+    # A flush folds all pending tokens, so that in the long run as many are folded as committed.
+    assert (flushes * pending).mean() == pytest.approx(committed, rel=0.01)
+    for early, late in ((flushes[:16], flushes[-16:]), (pending[:16], pending[-16:])):
+        assert early.mean() == pytest.approx(late.mean(), rel=0.02)
+
+
+def test_the_same_seed_draws_the_same_cursors() -> None:
+    replay = ReplayGeometry(max_draft_len=3)
+    one, same, other = (draw_cursors(replay, 9, 4, seed=seed).past_lengths for seed in (5, 5, 6))
+    assert (one == same).all() and (one != other).any()
+
+
+def test_between_two_uses_of_a_state_the_others_fill_the_cache() -> None:
+    for num_bytes in (1, 2**20, 2**28 - 1, 2**28, 2**32):
+        assert (cases.num_sets(num_bytes) - 1) * num_bytes >= BYTES_BETWEEN_USES
+
+
+def test_cases_are_every_combination_once() -> None:
+    made = make_cases(["nano9b", "64x64x128x8", "nano9b"], [8, 1], ["float32"], [0, 3], history=16)
+    assert len(made) == 2 * 2 * 2
+    assert str(made[0]) == "nano9b, float32 state, T = 1, batch 8"
+    assert parse_shape("128x80x128x8") == parse_shape("nano9b")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"shapes": ["nano"]}, "shape: found 'nano'; needed nano9b, nano30b, super120b or HEADSxHEAD_DIM"),
+        ({"shapes": ["64x64x128"]}, "shape: found '64x64x128'"),
+        ({"shapes": ["64x64x0x8"]}, "shape: found '64x64x0x8'"),
+        ({"shapes": ["64x60x128x8"]}, "head_dim=60"),
+        ({"shapes": ["64x64x128x7"]}, "n_groups=7"),
+        ({"batch_sizes": [0]}, "batch_sizes: found 0; needed 1 to 65535"),
+        ({"state_dtypes": ["int8"]}, "state_dtype: found 'int8'; needed one of float32, float16, bfloat16"),
+        ({"max_draft_lens": [8], "history": 32}, "max_draft_len=8"),
+        ({"max_draft_lens": [-1]}, "max_draft_len: found -1"),
+        ({"history": 3}, "history: found 3 with max_draft_len=3; needed at least 4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ReplaySSMError) as caught:
+        make_cases(**{"history": 16, **options})  # type: ignore[arg-type]
+    assert sentence in str(caught.value)
+
+
+def test_states_so_small_that_launches_get_too_many_are_refused() -> None:
+    (case,) = make_cases(["1x16x32x1"], [1], ["float32"], [0], history=16)
+    with pytest.raises(ConfigError, match="Raise batch_sizes"):
+        cases.check_launches(case, 16 * cases.num_sets(2048))

@@ -1,0 +1,177 @@
+"""The JSON document, the plot, the tables, and the command's errors."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from trtllm_replayssm.bench import kernels, machine, report
+from trtllm_replayssm.bench.cases import make_cases
+from trtllm_replayssm.bench.machine import Machine
+from trtllm_replayssm.bench.report import JSON_FILE, PLOT_FILE, KernelReport, Measurement
+from trtllm_replayssm.bench.timing import Timing
+from trtllm_replayssm.cli.bench import report_tables
+from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.cli.tables import rendered
+
+COPY_BANDWIDTH = 4e12
+
+
+MACHINE = Machine(
+    card="A card",
+    compute_capability="9.0",
+    multiprocessors=132,
+    memory_bytes=2**37,
+    l2_bytes=60 * 2**20,
+    nvidia_smi={"driver_version": "580.1", "clocks.sm": "1980", "clocks.mem": "3201"},
+    versions={"torch": "2.11"},
+)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> KernelReport:
+    """A report of invented times over real workloads."""
+    monkeypatch.setattr("trtllm_replayssm.bench.cases.BYTES_BETWEEN_USES", 2**17)
+    cases = make_cases(["4x16x32x2"], [2, 8], ["float32", "bfloat16"], [0, 3], history=16)
+    return KernelReport(
+        command="trtllm-replayssm bench kernels --shape 4x16x32x2",
+        machine=MACHINE,
+        copy_gigabytes_per_s=COPY_BANDWIDTH / 1e9,
+        peers={"mamba_ssm": "not installed"},
+        measurements=tuple(invented(job) for job in kernels.plan(cases)),
+    )
+
+
+def invented(job: kernels.Job) -> Measurement:
+    case, make_workload = job
+    workload = make_workload(case, torch.device("cpu"))
+    timing = Timing(1.25 * workload.traffic.total / COPY_BANDWIDTH, 0.01)
+    return kernels.summarize(case, workload, timing, 1e-3, COPY_BANDWIDTH)
+
+
+def test_the_document_says_what_ran_and_reads_back(made: KernelReport) -> None:
+    assert [m.implementation for m in made.measurements] == ["replay mamba2"] * 8 + ["causal_conv1d"] * 4
+    document = json.loads(made.model_dump_json())
+    assert KernelReport.model_validate(document) == made
+    assert document["format"] == "trtllm-replayssm bench kernels 1"
+    first = document["measurements"][0]
+    assert {name: first[name] for name in ("shape", "state_dtype", "window", "batch_size", "history")} == {
+        "shape": "4x16x32x2",
+        "state_dtype": "float32",
+        "window": 1,
+        "batch_size": 2,
+        "history": 16,
+    }
+    assert first["flush_fraction"] == 1 / 16 and first["mean_pending"] == 8.5
+    assert first["time_over_limit"] == pytest.approx(1.25)
+    assert first["share_of_copy"] == pytest.approx(1 / 1.25)
+    assert first["gigabytes_per_s"] == pytest.approx(sum(first["bytes"].values()) / first["us"] / 1e3)
+    assert first["us"] == pytest.approx(1.25 * first["limit_us"])
+    assert first["conventional_limit_us"] > first["limit_us"]
+    assert first["launches"] == 16 * first["sets"]
+
+
+def test_tables_hold_every_measurement(made: KernelReport) -> None:
+    text = rendered(report_tables(made))
+    rows = [line.split() for line in text.splitlines() if "4x16x32x2" in line and "--shape" not in line]
+    assert len(rows) == len(made.measurements)
+    assert "none importable (mamba_ssm not installed)" in text
+    assert rows[0][:4] == ["4x16x32x2", "float32", "1", "2"] and rows[0][-3:] == ["1.25", "0.062", "8.5"]
+
+
+def test_the_plot_and_the_document_are_written(made: KernelReport, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.write(made, tmp_path)
+    assert (tmp_path / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
+    assert KernelReport.model_validate_json((tmp_path / JSON_FILE).read_text()) == made
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU in the place of a device: everything but the times is real."""
+    monkeypatch.setattr("trtllm_replayssm.bench.cases.BYTES_BETWEEN_USES", 2**17)
+    monkeypatch.setattr(machine, "cuda_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(machine, "describe", lambda device: MACHINE)
+    monkeypatch.setattr("trtllm_replayssm.bench.timing.copy_bandwidth", lambda device: COPY_BANDWIDTH)
+    monkeypatch.setattr(kernels, "time_graph", lambda launch_all, num_launches: Timing(1e-6, 0.0))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+SMALL = ["bench", "kernels", "--shape", "4x16x32x2", "--batch_sizes", "1", "4", "--state_dtype", "float32"]
+
+
+def test_the_command_prints_and_writes_what_it_measured(
+    stand_in: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*SMALL, "--output_dir", str(tmp_path / "found"), "--json"]) == 0
+    printed = KernelReport.model_validate_json(capsys.readouterr().out)
+    assert sorted(path.name for path in (tmp_path / "found").iterdir()) == [JSON_FILE, PLOT_FILE]
+    assert KernelReport.model_validate_json((tmp_path / "found" / JSON_FILE).read_text()) == printed
+    assert len(printed.measurements) == 2 * 2 + 2 * 2
+    assert printed.command == (
+        "trtllm-replayssm bench kernels --family mamba2 --shape 4x16x32x2 --batch_sizes 1 4 --state_dtype float32 "
+        "--max_draft_len 0 3 --history 16 --device cuda"
+    )
+    assert main(SMALL) == 0
+    assert "time/limit" in capsys.readouterr().out
+
+
+def test_a_wrong_output_ends_the_run_untimed(
+    stand_in: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trtllm_replayssm.bench.workloads.relative_error", lambda found, expected: 0.5)
+    monkeypatch.setattr(kernels, "time_graph", None)
+    assert main(SMALL) == 2
+    assert capsys.readouterr().err.startswith("error: 4x16x32x2, float32 state, T = 1, batch 1: checkpoint: found an ")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--device", "cpu"], "bench kernels: found device cpu; needed a CUDA device"),
+        (["--device", "gpu:0"], "device: found 'gpu:0'; needed cuda or cuda:<n>."),
+        (["--shape", "nano9b", "nano10b"], "shape: found 'nano10b'; needed nano9b"),
+        (["--batch-sizes", "8", "0"], "batch_sizes: found 0"),
+        (["--state_dtype", "float32", "int8"], "state_dtype: found 'int8'"),
+        (["--max_draft_len", "0", "3", "--history", "3"], "history: found 3 with max_draft_len=3"),
+        (["--family", "rwkv"], "'rwkv'"),
+        (["8"], "8"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_is_one_line_and_exit_code_2(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "kernels", *options]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ") and sentence in stderr and stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_cuda_device_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--shape", "nano9b", "--batch_sizes", "1", "8"]) == 2
+    assert capsys.readouterr().err.startswith("error: bench kernels: found no CUDA device")
+
+
+def test_a_plot_that_cannot_be_drawn_or_would_overwrite_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["bench", "kernels", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(options) == 2
+    assert "found no matplotlib" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    (tmp_path / "mine").touch()
+    assert main(options) == 2
+    assert "found a folder that is not empty" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_group_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    assert "kernels" in capsys.readouterr().out
+    assert main(["bench", "kernels", "--help"]) == 0
+    assert "--batch_sizes" in capsys.readouterr().out

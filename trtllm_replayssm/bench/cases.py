@@ -1,0 +1,189 @@
+"""What is measured: shapes of real models, one case per combination, and the cursors of its launches."""
+
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Final, NamedTuple, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, Mamba2Geometry, ReplayGeometry, StateDtype
+from trtllm_replayssm.errors import ConfigError
+from trtllm_replayssm.plugins.loader import MAX_ROWS
+from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Mamba2Specialization
+
+_D_CONV: Final = 4
+_NEMOTRON: Final = {"d_state": 128, "n_groups": 8, "d_conv": _D_CONV}
+SHAPES: Final = {
+    "nano9b": Mamba2Geometry(n_heads=128, head_dim=80, **_NEMOTRON),
+    "nano30b": Mamba2Geometry(n_heads=64, head_dim=64, **_NEMOTRON),
+    "super120b": Mamba2Geometry(n_heads=128, head_dim=64, **_NEMOTRON),
+}
+"""The Mamba-2 layers of Nemotron-Nano-9B-v2, Nemotron-3-Nano-30B-A3B and Nemotron-3-Super-120B."""
+BATCH_SIZES: Final = (1, 8, 32, 128, 512)
+STATE_DTYPES: Final[tuple[StateDtype, ...]] = ("float32", "bfloat16")
+MAX_DRAFT_LENS: Final = (0, 3)
+ACTIVATION_DTYPE: Final[ActivationDtype] = "bfloat16"
+
+BYTES_BETWEEN_USES: Final = 256 * 2**20
+"""What other launches touch between two uses of one state: several times the L2 cache of any GPU of today."""
+ACCEPTANCE: Final = 0.7
+"""Probability that a draft token is accepted, each by itself, as long as those before it were."""
+# From any start the pending counts of a window of several tokens have mixed long before.
+_BURN_IN_STEPS: Final = 64
+_DRAWN_STEPS: Final = 16
+# Each takes some tens of microseconds to capture.
+_MOST_LAUNCHES: Final = 16384
+
+
+class KernelCase(Frozen):
+    """One shape, type, window and batch.
+
+    Attributes:
+        shape: the name that the user gave it.
+        geometry: of the layer.
+        replay: history, window and state type.
+        batch_size: rows of a step.
+    """
+
+    shape: str
+    geometry: Mamba2Geometry
+    replay: ReplayGeometry
+    batch_size: int
+
+    def __str__(self) -> str:
+        replay = self.replay
+        return f"{self.shape}, {replay.state_dtype} state, T = {replay.window}, batch {self.batch_size}"
+
+
+class Cursors(NamedTuple):
+    """Lengths of many slots over consecutive steps, int32 [steps, slots]."""
+
+    past_lengths: NDArray[np.int32]
+    checkpoint_lengths: NDArray[np.int32]
+
+    def flushes(self, replay: ReplayGeometry) -> NDArray[np.bool_]:
+        """Return [steps, slots]: whether the step folds the slot's pending rows."""
+        past, checkpoint = self
+        flushes = protocol.needs_flush(past, checkpoint, history=replay.history, max_draft_len=replay.max_draft_len)
+        return flushes.astype(np.bool_)
+
+    def mean_pending(self) -> float:
+        """Return the pending rows of a slot, averaged over slots and steps."""
+        return float((self.past_lengths - self.checkpoint_lengths).mean())
+
+
+def parse_shape(text: str) -> Mamba2Geometry:
+    """Read the name of a shape, or HEADSxHEAD_DIMxD_STATExGROUPS such as 128x80x128x8.
+
+    Raises:
+        ConfigError: neither of them.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){3}", text):
+        raise ConfigError(
+            f"shape: found {text!r}; needed {', '.join(SHAPES)} or HEADSxHEAD_DIMxD_STATExGROUPS, such as 128x80x128x8."
+        )
+    n_heads, head_dim, d_state, n_groups = map(int, text.split("x"))
+    return Mamba2Geometry(n_heads=n_heads, head_dim=head_dim, d_state=d_state, n_groups=n_groups, d_conv=_D_CONV)
+
+
+def make_cases(
+    shapes: Sequence[str] = tuple(SHAPES),
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    state_dtypes: Sequence[str] = STATE_DTYPES,
+    max_draft_lens: Sequence[int] = MAX_DRAFT_LENS,
+    *,
+    history: int,
+) -> tuple[KernelCase, ...]:
+    """Combine shapes, state types, windows and batch sizes, in this order; each combination once.
+
+    Raises:
+        ConfigError: a shape or type that cannot be read, or a batch size or window out of range.
+        UnsupportedError: a shape or window for which there is no kernel.
+    """
+    combined = product(shapes, state_dtypes, max_draft_lens, batch_sizes)
+    return tuple(_make_case(*values, history=history) for values in dict.fromkeys(combined))
+
+
+def _make_case(shape: str, state_dtype: str, max_draft_len: int, batch_size: int, *, history: int) -> KernelCase:
+    if state_dtype not in (types := get_args(StateDtype)):
+        raise ConfigError(f"state_dtype: found {state_dtype!r}; needed one of {', '.join(types)}.")
+    protocol.check_history(history, max_draft_len)
+    replay = ReplayGeometry(history=history, max_draft_len=max_draft_len, state_dtype=cast(StateDtype, state_dtype))
+    case = KernelCase(shape=shape, geometry=parse_shape(shape), replay=replay, batch_size=batch_size)
+    _check(case)
+    return case
+
+
+def _check(case: KernelCase) -> None:
+    m, replay = case.geometry, case.replay
+    if not 1 <= case.batch_size <= MAX_ROWS:
+        raise ConfigError(f"batch_sizes: found {case.batch_size}; needed 1 to {MAX_ROWS}.")
+    Mamba2Specialization(
+        n_heads=m.n_heads,
+        head_dim=m.head_dim,
+        d_state=m.d_state,
+        n_groups=m.n_groups,
+        history=replay.history,
+        max_draft_len=replay.max_draft_len,
+        activation_dtype=ACTIVATION_DTYPE,
+        state_dtype=replay.state_dtype,
+        dt_dtype=ACTIVATION_DTYPE,
+    )
+    CausalConv1dSpecialization(m.conv_dim, m.d_conv, ACTIVATION_DTYPE)
+
+
+def num_sets(bytes_per_set: int) -> int:
+    """Return over how many disjoint sets launches rotate: the others hold at least ``BYTES_BETWEEN_USES``."""
+    return 1 + -(-BYTES_BETWEEN_USES // bytes_per_set)
+
+
+def num_steps(replay: ReplayGeometry) -> int:
+    """Return the consecutive steps of every set: a whole flush cycle, or as many as are drawn for a longer window."""
+    return replay.history if replay.window == 1 else _DRAWN_STEPS
+
+
+def check_launches(case: KernelCase, launches: int) -> None:
+    """Refuse a case whose states are so small that too many launches would lie between two uses.
+
+    Raises:
+        ConfigError: more launches than a graph should hold.
+    """
+    if launches > _MOST_LAUNCHES:
+        raise ConfigError(
+            f"{case}: found {launches} launches in whole cycles over states that are not in the cache; needed at most "
+            f"{_MOST_LAUNCHES}. Raise batch_sizes or take a larger shape."
+        )
+
+
+def draw_cursors(replay: ReplayGeometry, num_slots: int, num_steps: int, *, seed: int) -> Cursors:
+    """Draw the lengths of desynchronised slots over consecutive steps, as the protocol's ``advance`` moves them.
+
+    With T = 1 slot r begins with 1 + (r mod history) pending rows, and every step adds one: over ``history`` steps each
+    slot is once at every count from 1 to history. With T > 1 the slots run until their counts have mixed; a step keeps
+    its first token and the drafts after it up to the first that is rejected, each accepted with ``ACCEPTANCE``. Ring
+    positions are random, and no checkpoint stands at position 0.
+
+    Args:
+        replay: history and window.
+        num_slots: slots, each with a trajectory of its own.
+        num_steps: steps to return.
+        seed: of the random numbers.
+    """
+    rng = np.random.default_rng(seed)
+    checkpoint = rng.integers(1, 1 + 4 * replay.ring_rows, num_slots)
+    past = checkpoint + 1 + np.arange(num_slots) % replay.history
+    drawn: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    burn_in = 0 if replay.window == 1 else _BURN_IN_STEPS
+    for _ in range(burn_in + num_steps):
+        drawn.append((past, checkpoint))
+        is_kept = rng.random((num_slots, replay.max_draft_len)) < ACCEPTANCE
+        accepted = 1 + np.cumprod(is_kept, axis=1, dtype=np.int64).sum(1)
+        past, checkpoint = protocol.advance(
+            past, checkpoint, accepted, history=replay.history, max_draft_len=replay.max_draft_len
+        )
+    return Cursors(*(np.stack(lengths).astype(np.int32) for lengths in zip(*drawn[burn_in:], strict=True)))

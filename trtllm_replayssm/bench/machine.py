@@ -1,0 +1,90 @@
+"""The machine that is measured: its device, its versions, its clocks."""
+
+import platform
+import shutil
+import subprocess
+
+import torch
+
+from trtllm_replayssm import __version__
+from trtllm_replayssm.contract.geometry import Frozen
+from trtllm_replayssm.errors import BackendError, ConfigError
+
+_QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem")
+
+
+class Machine(Frozen):
+    """What times depend on beside the code.
+
+    Attributes:
+        card: name of the device.
+        compute_capability: "9.0".
+        multiprocessors: of the device.
+        memory_bytes: of the device.
+        l2_bytes: its L2 cache.
+        nvidia_smi: driver and clocks (MHz) right after the measurements, by nvidia-smi's names; empty without it.
+        versions: of this package, Python, torch and torch's CUDA.
+    """
+
+    card: str
+    compute_capability: str
+    multiprocessors: int
+    memory_bytes: int
+    l2_bytes: int
+    nvidia_smi: dict[str, str]
+    versions: dict[str, str]
+
+
+def cuda_device(name: str) -> torch.device:
+    """Return the CUDA device of a name, with its index.
+
+    Raises:
+        ConfigError: no name of a device.
+        BackendError: another kind of device, or one that is not there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: found {name!r}; needed cuda or cuda:<n>.") from error
+    if device.type != "cuda":
+        raise BackendError(f"bench kernels: found device {name}; needed a CUDA device, since its kernels are timed.")
+    if not torch.cuda.is_available():
+        raise BackendError(
+            f"bench kernels: found no CUDA device with torch {torch.__version__}; needed one, since its kernels are "
+            "timed. Run it on a machine with an NVIDIA GPU and a CUDA build of torch."
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise BackendError(f"device: found {name} on a machine with {torch.cuda.device_count()} CUDA devices.")
+    return torch.device("cuda", index)
+
+
+def describe(device: torch.device) -> Machine:
+    """Describe a CUDA device and the software that drives it."""
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(
+        card=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        multiprocessors=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+        nvidia_smi=_ask_nvidia_smi(f"GPU-{properties.uuid}"),
+        versions={
+            "trtllm_replayssm": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+        },
+    )
+
+
+def _ask_nvidia_smi(uuid: str) -> dict[str, str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    command = [program, f"--id={uuid}", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_QUERY, (value.strip() for value in done.stdout.split(",")), strict=False))

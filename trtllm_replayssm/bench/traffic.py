@@ -1,0 +1,104 @@
+"""The bytes that a launch must move between memory and the chip: the limit that a time is held to.
+
+Counted: states, ring rows, and the inputs and outputs of every row, each once. Not counted: lengths and slot ids (16
+bytes a row), and A, D and dt_bias, which all rows share.
+"""
+
+from typing import NamedTuple
+
+from trtllm_replayssm.contract.geometry import DTYPE_BYTES, Mamba2Geometry, ReplayGeometry
+from trtllm_replayssm.contract.memory import mamba2_checkpoint_bytes, mamba2_ring_row_bytes
+
+
+class LaunchBytes(NamedTuple):
+    """Bytes of one launch, averaged over launches.
+
+    Attributes:
+        state_read: checkpoints, or the states of a conventional decode.
+        state_written: the same, written.
+        ring_read: live ring rows.
+        ring_written: appended ring rows.
+        inputs: the window's tensors.
+        outputs: the window's results.
+        weights: read once per launch, whatever the batch.
+    """
+
+    state_read: float
+    state_written: float
+    ring_read: float
+    ring_written: float
+    inputs: float
+    outputs: float
+    weights: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+def replay_bytes(
+    m: Mamba2Geometry,
+    replay: ReplayGeometry,
+    dtype: str,
+    *,
+    batch_size: int,
+    flush_fraction: float,
+    mean_pending: float,
+) -> LaunchBytes:
+    """Return what a replayed Mamba-2 step moves; every pending row is read once, in a flush too.
+
+    Args:
+        m: shape of the layer.
+        replay: window and state type.
+        dtype: activation type.
+        batch_size: rows of the step.
+        flush_fraction: rows that write their checkpoint, of all rows.
+        mean_pending: pending ring rows of a row.
+    """
+    state, ring_row = mamba2_checkpoint_bytes(m, replay.state_dtype), mamba2_ring_row_bytes(m, dtype)
+    inputs, outputs = _window_bytes(m, dtype)
+    return LaunchBytes(
+        state_read=batch_size * state,
+        state_written=batch_size * flush_fraction * state,
+        ring_read=batch_size * mean_pending * ring_row,
+        ring_written=batch_size * replay.window * ring_row,
+        inputs=batch_size * replay.window * inputs,
+        outputs=batch_size * replay.window * outputs,
+        weights=0,
+    )
+
+
+def conventional_bytes(m: Mamba2Geometry, replay: ReplayGeometry, dtype: str, *, batch_size: int) -> LaunchBytes:
+    """Return what a step without replay moves: one state read, and one written for every token of the window."""
+    state = mamba2_checkpoint_bytes(m, replay.state_dtype)
+    inputs, outputs = _window_bytes(m, dtype)
+    return LaunchBytes(
+        state_read=batch_size * state,
+        state_written=batch_size * replay.window * state,
+        ring_read=0,
+        ring_written=0,
+        inputs=batch_size * replay.window * inputs,
+        outputs=batch_size * replay.window * outputs,
+        weights=0,
+    )
+
+
+def conv_bytes(m: Mamba2Geometry, window: int, dtype: str, *, batch_size: int) -> LaunchBytes:
+    """Return what a step of the convolution moves; its weight and bias are another layer's in every launch."""
+    row = m.conv_dim * DTYPE_BYTES[dtype]
+    return LaunchBytes(
+        state_read=0,
+        state_written=0,
+        ring_read=batch_size * (m.d_conv - 1) * row,
+        ring_written=batch_size * window * row,
+        inputs=batch_size * window * row,
+        outputs=batch_size * window * row,
+        weights=(m.d_conv + 1) * row,
+    )
+
+
+def _window_bytes(m: Mamba2Geometry, dtype: str) -> tuple[int, int]:
+    """Return the bytes of one token's x, B, C and dt, and of its y."""
+    size = DTYPE_BYTES[dtype]
+    return (m.conv_dim + m.n_heads) * size, m.d_inner * size
