@@ -122,6 +122,9 @@ def plot(report: KernelReport, path: Path) -> None:
             panel.plot(*zip(*sorted(points), strict=True), style, label=label.removeprefix(f"{REPLAY}, "))
         panel.axhline(1.0, color="black", linewidth=0.8)
         panel.set_xscale("log", base=2)
+        # A small batch is far above its limit, and the differences that matter are near it.
+        panel.set_yscale("log", base=2)
+        panel.yaxis.set_major_formatter("{x:g}")
         batches = sorted({batch for points in series.values() for batch, _ in points})
         panel.set_xticks(batches, [str(batch) for batch in batches])
         panel.set(title=shape, xlabel="batch size")
