@@ -12,7 +12,7 @@ from trtllm_replayssm.backend import Backend
 from trtllm_replayssm.builders import engine_folder, kernels
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.checkpoint.staging import check_output, staged_folder
-from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
+from trtllm_replayssm.builders.network import NetworkTask, require_packages, write_network_apart
 from trtllm_replayssm.builders.plan import build_plan, target_capabilities
 from trtllm_replayssm.builders.profiles import bindings, profiles
 from trtllm_replayssm.builders.progress import BuildProgress
@@ -27,12 +27,12 @@ from trtllm_replayssm.contract.manifest import (
     WeightsMode,
 )
 from trtllm_replayssm.errors import CheckpointError, ConfigError, validation_text
-from trtllm_replayssm.plugins.loader import MAX_ROWS
+from trtllm_replayssm.plugins.specialize import MAX_ROWS
 
 ONNX_FILE = "model.onnx"
 # TensorRT's dimensions are 32-bit integers, and so are the lengths of a step.
 _MAX_DIMENSION = 2**31 - 1
-_NETWORK_STEP = "compile kernels, export"
+_NETWORK_STEP = "write network"
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
         BackendError: no TensorRT that can build this.
         BuildError: TensorRT or the compilers refused; with their own lines.
     """
+    require_packages()
     output_dir = Path(output_dir)
     replay, limits = _settings(
         history, max_draft_len, state_dtype, (max_batch_size, max_input_len, max_seq_len, max_num_tokens)
@@ -127,6 +128,9 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
         engine_folder.link_weights(task.checkpoint_dir, staging)
     weights_file = staging / WEIGHTS_FILE if task.has_weights else None
     onnx_file = staging / ONNX_FILE
+    # Here and not in the child, which finds them in the cache: beside the export the compiler's memory would count.
+    with progress.step("compile kernels"):
+        kernels.kernel_images(task.geometry, task.replay, task.capabilities)
     with progress.step(_NETWORK_STEP):
         network = write_network_apart(
             NetworkTask(

@@ -21,13 +21,7 @@ from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE
 from trtllm_replayssm.contract.safetensors_header import DTYPE_NAMES, read_entries
-from trtllm_replayssm.contract.tensors import (
-    TensorSpec,
-    logits_spec,
-    state_specs,
-    step_specs,
-    weight_specs,
-)
+from trtllm_replayssm.contract.tensors import TensorSpec, network_inputs, network_outputs, weight_specs
 from trtllm_replayssm.errors import BuildError, CheckpointError
 from trtllm_replayssm.ops.dtypes import torch_dtype
 
@@ -66,24 +60,6 @@ class _Network(nn.Module):
         named = dict(zip(self.names, weights, strict=True))
         logits, present = torch.func.functional_call(self.__dict__["model"], named, (*step, states))
         return logits, *present
-
-
-def network_inputs(
-    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
-) -> list[tuple[str, TensorSpec]]:
-    """Return (name, spec) of every graph input, weights last."""
-    states = state_specs(geometry, replay, limits)
-    named = [(spec.name, spec) for spec in step_specs()]
-    named += [(spec.past_name, spec) for spec in states]
-    return named + [(spec.name, spec) for spec in weight_specs(geometry)]
-
-
-def network_outputs(
-    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
-) -> list[tuple[str, TensorSpec]]:
-    """Return (name, spec) of every graph output: logits, then the present states."""
-    logits = logits_spec(geometry)
-    return [(logits.name, logits)] + [(s.present_name, s) for s in state_specs(geometry, replay, limits)]
 
 
 def export(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> onnx.ModelProto:

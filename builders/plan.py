@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trtllm_replayssm.backend import Backend, LogLines
 from trtllm_replayssm.builders.progress import BuildProgress, interruptible
 from trtllm_replayssm.contract import defaults
@@ -50,6 +48,8 @@ def target_capabilities(backend: Backend, wanted: Sequence[int] | None) -> tuple
     """
     if backend.name == "tensorrt_rtx":
         return _rtx_capabilities(backend, wanted)
+    import torch
+
     if not torch.cuda.is_available():
         raise BackendError(
             "backend tensorrt: found no CUDA device; needed the GPU that the engine is for. "

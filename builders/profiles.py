@@ -1,8 +1,8 @@
 """The two optimization profiles of an engine, and the bindings they range over."""
 
-from trtllm_replayssm.builders.export import network_inputs, network_outputs
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import ProfileRecord, TensorRecord, WeightsMode
+from trtllm_replayssm.contract.tensors import network_inputs, network_outputs
 
 
 def profiles(replay: ReplayGeometry, limits: EngineLimits) -> tuple[ProfileRecord, ...]:

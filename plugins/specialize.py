@@ -15,6 +15,8 @@ Role = Literal["step", "prefill"]
 ROLES: tuple[Role, ...] = ("step", "prefill")
 """``step`` runs windows of at most 1 + max_draft_len tokens, ``prefill`` longer ones."""
 
+MAX_ROWS = 65535
+"""As in ``kernels/common/protocol.h``: most rows of a step."""
 CPP_TYPES = {"float32": "float", "float16": "replay::float16", "bfloat16": "replay::bfloat16"}
 _WARP = 32
 VECTOR_BYTES = 16

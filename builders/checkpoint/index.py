@@ -1,16 +1,21 @@
 """The tensors of a Hugging Face folder: where each is stored, its type and shape. No values are read."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES
 from trtllm_replayssm.contract.safetensors_header import DTYPE_NAMES
 from trtllm_replayssm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -1,16 +1,19 @@
 """One door to every kind of model folder: Hugging Face, rank checkpoint, engine."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from trtllm_replayssm.builders.checkpoint import hf_config, index, rank_checkpoint, source
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.manifest import MANIFEST_FILE, read_manifest
 from trtllm_replayssm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 FolderKind = Literal["huggingface", "rank_checkpoint", "engine"]
 

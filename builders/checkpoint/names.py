@@ -3,17 +3,22 @@
 Every stored tensor is used by one recipe or ignored for a stated reason; every target has one recipe.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from trtllm_replayssm.builders.checkpoint.index import SOURCE_DTYPE_BYTES, SourceTensor
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
 from trtllm_replayssm.errors import CheckpointError
-from trtllm_replayssm.ops.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    Join = Callable[[list[torch.Tensor]], torch.Tensor]
 
 EMBEDDING = "embeddings.weight"
 OUTPUT_MATRIX = "lm_head.weight"
@@ -27,8 +32,6 @@ _IGNORED = (
 )
 
 _RENAMED = {"embedding.weight": EMBEDDING, "final_norm.weight": "norm_f.weight"}
-
-Join = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Recipe:
         Raises:
             CheckpointError: a file changed, or a value does not fit the target's type.
         """
+        import torch
+
         shape = tuple(int(size) for size in self.target.shape)
         values = self.join([source.read() for source in self.sources]) if self.sources else torch.zeros(shape)
         return cast(values.reshape(shape), self.target.dtype, self.target.name)
@@ -67,6 +72,10 @@ def cast(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     Raises:
         CheckpointError: |value| is above the type's largest.
     """
+    import torch
+
+    from trtllm_replayssm.ops.dtypes import torch_dtype
+
     converted = values.to(torch_dtype(dtype))
     # float16 alone has a smaller range than the types that are read.
     if dtype == "float16" and values.dtype != torch.float16 and values.numel():
@@ -184,6 +193,8 @@ def _parts(spec: TensorSpec, geometry: ModelGeometry) -> Iterator[tuple[str, tup
 
 
 def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    import torch
+
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -1,11 +1,12 @@
 """Rank checkpoints: ``config.json`` with TensorRT-LLM 1.2's keys, and one flat ``rank{i}.safetensors`` per rank."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
@@ -15,6 +16,9 @@ from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.manifest import CONFIG_FILE, WEIGHTS_FILE
 from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
 from trtllm_replayssm.errors import CheckpointError, UnsupportedError, validation_text
+
+if TYPE_CHECKING:
+    import torch
 
 # Our key beside TensorRT-LLM's; the geometry under it is what is read back.
 OWN_KEY = "trtllm_replayssm"

@@ -1,16 +1,20 @@
 """Write a safetensors file tensor by tensor: the header first, from specs alone."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES
 from trtllm_replayssm.contract.memory import tensor_bytes
 from trtllm_replayssm.contract.safetensors_header import DTYPE_NAMES, LENGTH_BYTES
 from trtllm_replayssm.contract.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 _ALIGNMENT = 8
 
@@ -35,6 +39,8 @@ def write_safetensors(
     Raises:
         OSError: the disk is full or the place cannot be written.
     """
+    import torch
+
     header, offsets, total = _layout(specs)
     pending = {spec.name: spec for spec in specs}
     with path.open("wb") as file:

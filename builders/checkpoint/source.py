@@ -1,11 +1,12 @@
 """A Hugging Face folder as a stream of rank checkpoint tensors: written by ``convert``, or loaded directly."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from trtllm_replayssm.builders.checkpoint.hf_config import read_hf_config
 from trtllm_replayssm.builders.checkpoint.index import SourceTensor, read_index
@@ -13,6 +14,9 @@ from trtllm_replayssm.builders.checkpoint.names import EMBEDDING, OUTPUT_MATRIX,
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
 from trtllm_replayssm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 _logger = logging.getLogger(__name__)
 
@@ -118,6 +122,8 @@ def _resolve_output_matrix(
 def _equal(a: SourceTensor, b: SourceTensor) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype) or not a.shape:
         return False
+    import torch
+
     values, others = a.read(), b.read()
     rows = range(0, a.shape[0], _COMPARED_ROWS)
     return all(torch.equal(values[i : i + _COMPARED_ROWS], others[i : i + _COMPARED_ROWS]) for i in rows)

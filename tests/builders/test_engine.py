@@ -94,7 +94,7 @@ def test_the_builder_reports_the_plugin_layers_in_both_profiles(engine_folder: P
 def test_the_times_of_a_build_are_of_steps_that_do_not_contain_each_other(engine_folder: Path) -> None:
     report = read_report(engine_folder)
     assert report is not None
-    steps = ["load plugins", "start process", "compile kernels", "export", "parse", "build engine"]
+    steps = ["load plugins", "compile kernels", "start process", "export", "parse", "build engine"]
     assert list(report.seconds) == steps
     assert all(seconds >= 0 for seconds in report.seconds.values())
 
@@ -365,3 +365,13 @@ def test_the_true_size_nano_9b_builds_from_its_config_alone(
     counts = [sum(layer.kind == kind for layer in report.network_layers) for kind in ("PLUGIN_V3", "KV_CACHE_UPDATE")]
     assert counts == [54, 8]
     assert not (tmp_path / "engine" / "rank0.safetensors").exists()
+
+
+def test_the_process_that_builds_leaves_torch_and_onnx_to_its_child() -> None:
+    # With CUDA's libraries torch takes half a gigabyte, which a true-size build does not have to spare.
+    script = "import sys; import trtllm_replayssm.builders.engine; print({'torch', 'onnx'} & set(sys.modules))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    finished = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert finished.stdout.strip() == "set()"

@@ -9,16 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from tests.builders.tiny_geometry import random_weights, tiny_geometry
-from trtllm_replayssm.builders.export import (
-    embed_weights,
-    export,
-    network_inputs,
-    network_outputs,
-    set_kernels,
-)
+from trtllm_replayssm.builders.export import embed_weights, export, set_kernels
 from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import PLUGINS
+from trtllm_replayssm.contract.tensors import network_inputs, network_outputs
 from trtllm_replayssm.errors import CheckpointError
 
 LIMITS = EngineLimits(max_batch_size=4, max_input_len=24, max_seq_len=48, max_num_tokens=12)

@@ -8,8 +8,8 @@ import pytest
 from tests.kernels.emulation import compile_host
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.loader import MAX_ROWS
 from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, CausalConv1dParams, Mamba2Params
+from trtllm_replayssm.plugins.specialize import MAX_ROWS
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, Mamba2Geometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.errors import ConfigError
-from trtllm_replayssm.plugins.loader import MAX_ROWS
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Mamba2Specialization
+from trtllm_replayssm.plugins.specialize import MAX_ROWS, CausalConv1dSpecialization, Mamba2Specialization
 
 _D_CONV: Final = 4
 _NEMOTRON: Final = {"d_state": 128, "n_groups": 8, "d_conv": _D_CONV}

@@ -161,3 +161,21 @@ def _mixer_weights(kind: LayerType, geometry: ModelGeometry) -> list[tuple[str, 
     p = geometry.mlp
     assert p is not None
     return [("up_proj.weight", None, (p.d_ff, d_model)), ("down_proj.weight", None, (d_model, p.d_ff))]
+
+
+def network_inputs(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
+) -> list[tuple[str, TensorSpec]]:
+    """Return (name, spec) of every graph input, weights last."""
+    states = state_specs(geometry, replay, limits)
+    named = [(spec.name, spec) for spec in step_specs()]
+    named += [(spec.past_name, spec) for spec in states]
+    return named + [(spec.name, spec) for spec in weight_specs(geometry)]
+
+
+def network_outputs(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
+) -> list[tuple[str, TensorSpec]]:
+    """Return (name, spec) of every graph output: logits, then the present states."""
+    logits = logits_spec(geometry)
+    return [(logits.name, logits)] + [(s.present_name, s) for s in state_specs(geometry, replay, limits)]
