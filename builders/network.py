@@ -1,8 +1,8 @@
 """The network as a file for the parser: graph, kernels and, on request, weights.
 
-It is written by a process of its own: tracing and kernel compilers leave some hundred megabytes behind in theirs, which
-the parent's TensorRT needs next. So a true-size model builds within one gigabyte. For the same reason ``engine`` and
-all that it imports leave torch alone until a tensor is touched: torch with CUDA's libraries takes half a gigabyte.
+It is written by a process of its own: tracing leaves some hundred megabytes behind in it, which the parent's TensorRT
+needs next. So a true-size model builds within one gigabyte. For the same reason ``engine`` and all that it imports
+leave torch alone until a tensor is touched: torch with CUDA's libraries takes half a gigabyte.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from trtllm_replayssm import errors
+from trtllm_replayssm.builders.kernels import kernel_images
 from trtllm_replayssm.contract.geometry import EngineLimits, Frozen, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import PluginRecord
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE, PLUGIN_VERSION
@@ -76,7 +77,6 @@ def write_network(task: NetworkTask) -> NetworkRecord:
     import onnx
 
     from trtllm_replayssm.builders.export import embed_weights, export, set_kernels
-    from trtllm_replayssm.builders.kernels import kernel_images
 
     started = time.perf_counter()
     model = export(task.geometry, task.replay, task.limits)
