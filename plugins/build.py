@@ -40,7 +40,7 @@ def compile_kernel(specialization: Specialization, role: Role, architecture: str
 
     Args:
         specialization: the kernel's constants.
-        role: "step" or "prefill".
+        role: one that the specialization has for the architecture.
         architecture: one of ``ARCHITECTURES``.
 
     Returns:
@@ -63,6 +63,11 @@ def compile_kernel(specialization: Specialization, role: Role, architecture: str
 def _check_architecture(specialization: Specialization, role: Role, architecture: str) -> None:
     if architecture not in MAX_SHARED_BYTES:
         raise UnsupportedError(f"architecture: found {architecture!r}; needed one of {', '.join(ARCHITECTURES)}.")
+    if role not in specialization.roles(architecture):
+        raise UnsupportedError(
+            f"{specialization}: found no {role} kernel for {architecture}; needed a role of "
+            f"{', '.join(specialization.roles(architecture))}."
+        )
     needed, available = specialization.launch_shape(role).dynamic_shared_bytes, MAX_SHARED_BYTES[architecture]
     if needed > available:
         raise UnsupportedError(
@@ -75,8 +80,8 @@ def _key(specialization: Specialization, role: Role, architecture: str) -> str:
     options = [f"{name}={value}" for name, value in sorted(specialization.defines(role).items())]
     parts: list[bytes | str] = [role, architecture, *options, _nvrtc_version()]
     for folder in ("common", "nvrtc", specialization.folder):
-        for path in sorted((SOURCE_DIR / folder).iterdir()):
-            parts += [f"{folder}/{path.name}", path.read_bytes()]
+        for path in sorted(path for path in (SOURCE_DIR / folder).rglob("*") if path.is_file()):
+            parts += [path.relative_to(SOURCE_DIR).as_posix(), path.read_bytes()]
     return content_hash(*parts)
 
 

@@ -6,11 +6,11 @@ from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
-from trtllm_replayssm.plugins.specialize import ROLES, Role, Specialization, constants_of
+from trtllm_replayssm.plugins.specialize import Role, Specialization, constants_of
 
 
 def kernel_image(specialization: Specialization, architectures: Sequence[str]) -> bytes:
-    """Compile both roles for every architecture and pack them with their launch table.
+    """Compile all roles for every architecture and pack them with their launch table.
 
     Args:
         specialization: the constants of the kernels.
@@ -24,7 +24,11 @@ def kernel_image(specialization: Specialization, architectures: Sequence[str]) -
         BackendError: cuda-core or NVRTC is not installed.
         BuildError: NVRTC refuses the sources.
     """
-    entries = [_entry(specialization, role, name) for name in dict.fromkeys(architectures) for role in ROLES]
+    entries = [
+        _entry(specialization, role, name)
+        for name in dict.fromkeys(architectures)
+        for role in specialization.roles(name)
+    ]
     return pack(constants_of(specialization), entries)
 
 
@@ -75,5 +79,6 @@ def _entry(specialization: Specialization, role: Role, architecture: str) -> Ker
         grid_x=shape.grid_x,
         block_x=shape.block_x,
         dynamic_shared_bytes=shape.dynamic_shared_bytes,
+        is_persistent=shape.is_persistent,
         cubin=build.compile_kernel(specialization, role, architecture),
     )

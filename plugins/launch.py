@@ -16,7 +16,7 @@ from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2
 from trtllm_replayssm.plugins import layouts
-from trtllm_replayssm.plugins.loader import launch, load
+from trtllm_replayssm.plugins.loader import device_architecture, launch, load
 from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, causal_conv1d_params, mamba2_params
 from trtllm_replayssm.plugins.specialize import VECTOR_BYTES, CausalConv1dSpecialization, Mamba2Specialization, Role
 
@@ -51,7 +51,8 @@ def mamba2(tensors: Mapping[str, Tensor], *, history: int, max_draft_len: int) -
         (n_heads, head_dim, B.shape[3], B.shape[2], history, max_draft_len),
         (x.dtype, tensors["ssm_state"].dtype, tensors["dt"].dtype),
     )
-    role: Role = "prefill" if protocol.is_prefill(seq_len, max_draft_len) else "step"
+    is_prefill = protocol.is_prefill(seq_len, max_draft_len)
+    role = "prefill" if is_prefill else _step_role(specialization, tensors, device_architecture(x.device.index))
     params = mamba2_params(tuple(tensors[name] for name in MAMBA2.inputs), y)
     launch(load(specialization, role, x.device.index), params, num_rows, x.device)
     return y
@@ -88,6 +89,17 @@ def causal_conv1d(tensors: Mapping[str, Tensor | None], *, activation: str | Non
     params = causal_conv1d_params(inputs, y, is_silu=activation == "silu")
     launch(load(specialization, role, x.device.index), params, num_rows, x.device)
     return y
+
+
+def _step_role(specialization: Mamba2Specialization, tensors: Mapping[str, Tensor], architecture: str) -> Role:
+    """Choose between the kernels of a step: the pipelined one reads x, B and C in 16-byte pieces, x by chunks of heads.
+
+    The pools are in such pieces always (``_MAMBA2_SLOTS``). Decided from addresses and strides alone.
+    """
+    is_readable = layouts.are_heads_neighbours(tensors["x"]) and all(
+        layouts.is_in_pieces(tensors[name], VECTOR_BYTES) for name in ("x", "B", "C")
+    )
+    return "pipelined_step" if is_readable and "pipelined_step" in specialization.roles(architecture) else "step"
 
 
 @cache

@@ -85,3 +85,14 @@ def require_slot_layout(op: str, name: str, pool: Tensor, alignment: int) -> Non
             f"{op}: {name}: found address {pool.data_ptr():#x} and {stride_bytes} bytes between slots; needed "
             f"multiples of {alignment} bytes on CUDA. Start the view at an aligned element."
         )
+
+
+def is_in_pieces(tensor: Tensor, alignment: int) -> bool:
+    """Say whether every innermost row of an activation starts at a multiple of ``alignment`` bytes."""
+    strides = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
+    return not any(offset % alignment for offset in (tensor.data_ptr(), *(s * tensor.element_size() for s in strides)))
+
+
+def are_heads_neighbours(x: Tensor) -> bool:
+    """Say whether the heads of a token, [..., heads, head_dim], follow each other without a gap."""
+    return x.shape[-2] == 1 or x.stride(-2) == x.shape[-1]

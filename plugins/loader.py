@@ -26,11 +26,24 @@ class LoadedKernel:
         function: the driver's handle, a ``CUfunction``.
         shape: its grid, block and shared memory.
         code: the ``cuda.core.ObjectCode`` that keeps it loaded.
+        num_multiprocessors: of the device.
     """
 
     function: Any
     shape: LaunchShape
     code: Any
+    num_multiprocessors: int
+
+
+@cache
+def device_architecture(device_index: int) -> str:
+    """Return the architecture that kernels are compiled for on a device.
+
+    Raises:
+        UnsupportedError: no kernel runs on this device.
+    """
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return architecture_of(10 * major + minor)
 
 
 @cache
@@ -42,8 +55,7 @@ def load(specialization: Specialization, role: Role, device_index: int) -> Loade
         BackendError: cuda-core or NVRTC is not installed, or the driver refuses.
         BuildError: NVRTC refuses the sources.
     """
-    major, minor = torch.cuda.get_device_capability(device_index)
-    cubin = build.compile_kernel(specialization, role, architecture_of(10 * major + minor))
+    cubin = build.compile_kernel(specialization, role, device_architecture(device_index))
     shape = specialization.launch_shape(role)
     driver: Any = build.cuda_module("bindings.driver")
     core: Any = build.cuda_module("core")
@@ -56,7 +68,8 @@ def load(specialization: Specialization, role: Role, device_index: int) -> Loade
         handle = driver.CUkernel(int(kernel.handle))
         _check(shape.symbol, *driver.cuKernelSetAttribute(attribute, shape.dynamic_shared_bytes, handle, device))
     # A launch takes a CUkernel wherever it takes a CUfunction (CUDA driver API, cuLaunchKernel).
-    return LoadedKernel(driver.CUfunction(int(kernel.handle)), shape, code)
+    num_multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
+    return LoadedKernel(driver.CUfunction(int(kernel.handle)), shape, code, num_multiprocessors)
 
 
 def launch(kernel: LoadedKernel, params: ctypes.Structure, num_rows: int, device: torch.device) -> None:
@@ -80,7 +93,7 @@ def launch(kernel: LoadedKernel, params: ctypes.Structure, num_rows: int, device
         _make_device_current(device.index)
         result = driver.cuLaunchKernel(
             kernel.function,
-            *(kernel.shape.grid_x, num_rows, 1),
+            *kernel.shape.grid(num_rows, kernel.num_multiprocessors),
             *(kernel.shape.block_x, 1, 1),
             kernel.shape.dynamic_shared_bytes,
             driver.CUstream(torch.cuda.current_stream(device).cuda_stream),

@@ -10,10 +10,13 @@ from typing import Literal, get_args
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, StateDtype
 from trtllm_replayssm.errors import UnsupportedError
+from trtllm_replayssm.plugins import pipeline_shape
+from trtllm_replayssm.plugins.pipeline_shape import PipelineShape
 
-Role = Literal["step", "prefill"]
+Role = Literal["step", "prefill", "pipelined_step"]
 ROLES: tuple[Role, ...] = ("step", "prefill")
-"""``step`` runs windows of at most 1 + max_draft_len tokens, ``prefill`` longer ones."""
+"""What every specialization has for every architecture. ``step`` runs windows of at most 1 + max_draft_len tokens,
+``prefill`` longer ones. For some shapes, architectures and layouts ``pipelined_step`` does the work of ``step``."""
 
 MAX_ROWS = 65535
 """As in ``kernels/common/protocol.h``: most rows of a step."""
@@ -39,19 +42,29 @@ _CONV_TOKEN_SPLITS = 32
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """How one kernel is launched: grid (grid_x, rows, 1), block (block_x, 1, 1).
+    """How one kernel is launched: block (block_x, 1, 1), and grid (grid_x, rows, 1) unless it is persistent.
+
+    A persistent kernel shares its work out by itself: grid (min(multiprocessors of the device, rows * grid_x), 1, 1).
 
     Attributes:
         symbol: the kernel's unmangled name.
         grid_x: thread blocks per row of the step.
         block_x: threads per block.
         dynamic_shared_bytes: dynamic shared memory per block, in bytes.
+        is_persistent: see above.
     """
 
     symbol: str
     grid_x: int
     block_x: int
     dynamic_shared_bytes: int
+    is_persistent: bool = False
+
+    def grid(self, num_rows: int, num_multiprocessors: int) -> tuple[int, int, int]:
+        """Return the grid for the rows of a step on a device with this many multiprocessors."""
+        if self.is_persistent:
+            return min(num_multiprocessors, num_rows * self.grid_x), 1, 1
+        return self.grid_x, num_rows, 1
 
 
 @dataclass(frozen=True)
@@ -133,15 +146,38 @@ class Mamba2Specialization:
         """Tokens per block of the prefill scan."""
         return next(size for size in _CHUNK_SIZES if self._prefill_shared_bytes(size) <= _PREFILL_BUFFER_BYTES)
 
+    @property
+    def pipeline(self) -> PipelineShape | None:
+        """The make-up of the pipelined step; None where there is none for these constants."""
+        return pipeline_shape.pipeline_shape(
+            head_dim=self.head_dim,
+            d_state=self.d_state,
+            heads_per_group=self.n_heads // self.n_groups,
+            history=self.history,
+            window=self.window,
+            activation_dtype=self.activation_dtype,
+            state_dtype=self.state_dtype,
+        )
+
+    def roles(self, architecture: str) -> tuple[Role, ...]:
+        """Return the roles that an image carries for an architecture."""
+        is_pipelined = architecture in pipeline_shape.ARCHITECTURES and self.pipeline is not None
+        return (*ROLES, "pipelined_step") if is_pipelined else ROLES
+
     def launch_shape(self, role: Role) -> LaunchShape:
         """Return how the kernel of a role is launched."""
+        if role == "pipelined_step":
+            pipeline = self._require_pipeline()
+            return LaunchShape(
+                f"replay_mamba2_{role}", self.n_heads, pipeline.block_threads, pipeline.shared_bytes, is_persistent=True
+            )
         shared = self._step_shared_bytes() if role == "step" else self._prefill_shared_bytes(self.chunk_size)
         return LaunchShape(f"replay_mamba2_{role}", self.n_heads, self.num_warps * _WARP, shared)
 
     def defines(self, role: Role) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
         shape = self.launch_shape(role)
-        return {
+        defines = {
             "N_HEADS": str(self.n_heads),
             "HEAD_DIM": str(self.head_dim),
             "D_STATE": str(self.d_state),
@@ -151,12 +187,24 @@ class Mamba2Specialization:
             "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
             "STATE_TYPE": CPP_TYPES[self.state_dtype],
             "DT_TYPE": CPP_TYPES[self.dt_dtype],
-            "LANES_PER_ROW": str(self.lanes_per_row),
-            "CHUNK_SIZE": str(self.chunk_size),
-            "X_PADDING": str(_X_PADDING),
             "BLOCK_THREADS": str(shape.block_x),
             "DYNAMIC_SHARED_BYTES": str(shape.dynamic_shared_bytes),
         }
+        if role == "pipelined_step":
+            return defines | self._require_pipeline().defines()
+        return defines | {
+            "LANES_PER_ROW": str(self.lanes_per_row),
+            "CHUNK_SIZE": str(self.chunk_size),
+            "X_PADDING": str(_X_PADDING),
+        }
+
+    def _require_pipeline(self) -> PipelineShape:
+        if self.pipeline is None:
+            raise UnsupportedError(
+                f"{self}: found no pipelined step for these constants; needed bfloat16 activations, a state in float32 "
+                "or bfloat16, d_state 128, head_dim a multiple of 16, history at most 16. Run the step kernel."
+            )
+        return self.pipeline
 
     def _step_shared_bytes(self) -> int:
         """Count staged rows of B, C and x, then fp32 dt, window weights, fold weights and the fold's decay."""
@@ -205,6 +253,10 @@ class CausalConv1dSpecialization:
         while self.conv_dim % channels:
             channels //= 2
         return channels
+
+    def roles(self, architecture: str) -> tuple[Role, ...]:
+        """Return the roles that an image carries for an architecture."""
+        return ROLES
 
     def launch_shape(self, role: Role) -> LaunchShape:
         """Return how the kernel of a role is launched."""

@@ -89,6 +89,10 @@ DEVICE_CASES = (
     Mamba2Case("T7-W8-fp32-state_bf16", 4, 80, 128, 4, 8, 6, "float32", "bfloat16"),
     Mamba2Case("W2-N256-P80", 8, 80, 256, 4, 2, 0),
     Mamba2Case("W32-decode-fp16", 4, 64, 128, 1, 32, 0, "float16", dt="float32"),
+    # With the first four and state_bf16, the ones that a GPU with bulk copies runs by the pipelined step.
+    Mamba2Case("P128-T8", 4, 128, 128, 2, 16, 7),
+    Mamba2Case("HG16-W8-T2-state_bf16", 32, 64, 128, 2, 8, 1, state="bfloat16", spare_ring_rows=2),
+    Mamba2Case("P80-decode-state_bf16", 12, 80, 128, 2, 16, 0, state="bfloat16"),
 )
 
 # Small, for properties where the type and the model's size do not matter; fp32, so that every digit counts.

@@ -8,6 +8,7 @@ namespace replayssm {
 namespace {
 
 constexpr char kLibrary[] = "libcuda.so.1";
+constexpr int kMultiprocessorCount = 16;     // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 constexpr int kComputeCapabilityMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr int kComputeCapabilityMinor = 76;
 
@@ -73,6 +74,10 @@ std::string read_compute_capability(const Driver& driver, CuDevice device, int32
   }
   compute_capability = 10 * major + minor;
   return fault;
+}
+
+std::string read_multiprocessor_count(const Driver& driver, CuDevice device, int& count) {
+  return driver.fault("cuDeviceGetAttribute", driver.device_attribute(&count, kMultiprocessorCount, device));
 }
 
 }  // namespace replayssm

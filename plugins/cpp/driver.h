@@ -43,4 +43,7 @@ struct Driver {
 // The compute capability of a device, 10 * major + minor.
 std::string read_compute_capability(const Driver& driver, CuDevice device, int32_t& compute_capability);
 
+// How many multiprocessors a device has.
+std::string read_multiprocessor_count(const Driver& driver, CuDevice device, int& count);
+
 }  // namespace replayssm

@@ -32,7 +32,7 @@ struct Record {
   int32_t grid_x;
   int32_t block_x;
   int32_t dynamic_shared_bytes;
-  int32_t reserved;
+  int32_t is_persistent;
   uint64_t cubin_offset;
   uint64_t cubin_bytes;
 };
@@ -144,7 +144,8 @@ bool KernelImage::parse(std::string& error) {
                       record.block_x,
                       record.dynamic_shared_bytes,
                       static_cast<std::size_t>(record.cubin_offset),
-                      static_cast<std::size_t>(record.cubin_bytes)};
+                      static_cast<std::size_t>(record.cubin_bytes),
+                      record.is_persistent != 0};
     std::string fault = entry_fault(entry, table_end, bytes_.size());
     if (fault.empty() && !seen.insert({entry.role, entry.compute_capability, entry.is_exact}).second) {
       fault = concat("it is the second one of role \"", entry.role, "\" for the same architecture");

@@ -9,7 +9,7 @@
 
 namespace replayssm {
 
-constexpr uint32_t kKernelImageVersion = 2;
+constexpr uint32_t kKernelImageVersion = 3;
 
 // One launchable kernel for one architecture.
 struct KernelEntry {
@@ -22,6 +22,7 @@ struct KernelEntry {
   int32_t dynamic_shared_bytes;
   std::size_t cubin_offset;
   std::size_t cubin_bytes;
+  bool is_persistent;  // true: its grid is min(multiprocessors, rows * grid_x), 1, 1
 };
 
 // Immutable and shared: equal images of one process are one object, however many layers carry a copy.

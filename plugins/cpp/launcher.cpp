@@ -1,5 +1,6 @@
 #include "launcher.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -16,7 +17,12 @@ constexpr int kSharedBytesWithoutAsking = 48 * 1024;  // more must be asked for 
 struct Kernel {
   const KernelEntry* entry = nullptr;
   CuFunction function = nullptr;
+  int multiprocessors = 0;  // of the device; asked for persistent kernels alone
 };
+
+// An image has this role for some devices only; everywhere else kGenericRole does its work.
+constexpr char kSpecialRole[] = "pipelined_step";
+constexpr char kGenericRole[] = "step";
 
 // A context's id is never given twice in a process, unlike its address.
 using ContextId = unsigned long long;
@@ -37,15 +43,7 @@ class KernelCache {
     std::string fault = current_context(driver, context);
     if (!fault.empty()) return fault;
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto key = std::make_tuple(context, image.get(), std::string(role));
-    const auto found = kernels_.find(key);
-    if (found != kernels_.end()) {
-      kernel = found->second;
-      return "";
-    }
-    fault = load(driver, context, image, role, kernel);
-    if (fault.empty()) kernels_.emplace(key, kernel);
-    return fault;
+    return find_or_load(driver, context, image, role, kernel);
   }
 
  private:
@@ -63,18 +61,36 @@ class KernelCache {
     return driver.fault("cuCtxGetId", driver.context_id(context, &id));
   }
 
+  std::string find_or_load(const Driver& driver, ContextId context, const std::shared_ptr<const KernelImage>& image,
+                           const std::string& role, Kernel& kernel) {
+    const auto key = std::make_tuple(context, image.get(), role);
+    const auto found = kernels_.find(key);
+    if (found != kernels_.end()) {
+      kernel = found->second;
+      return "";
+    }
+    const std::string fault = load(driver, context, image, role, kernel);
+    if (fault.empty()) kernels_.emplace(key, kernel);
+    return fault;
+  }
+
   std::string load(const Driver& driver, ContextId context, const std::shared_ptr<const KernelImage>& image,
-                   const char* role, Kernel& kernel) {
+                   const std::string& role, Kernel& kernel) {
     CuDevice device = 0;
     int32_t capability = 0;
     std::string fault = driver.fault("cuCtxGetDevice", driver.context_device(&device));
     if (fault.empty()) fault = read_compute_capability(driver, device, capability);
     if (!fault.empty()) return fault;
-    kernel.entry = image->find(role, capability);
+    kernel.entry = image->find(role.c_str(), capability);
+    if (kernel.entry == nullptr && role == kSpecialRole) {
+      return find_or_load(driver, context, image, kGenericRole, kernel);
+    }
     if (kernel.entry == nullptr) {
       return concat("no ", role, " kernel for compute capability ", capability_text(capability),
                     "; the engine carries ", image->capabilities(), ". Build it for this device as well");
     }
+    if (kernel.entry->is_persistent) fault = read_multiprocessor_count(driver, device, kernel.multiprocessors);
+    if (!fault.empty()) return fault;
     CuModule module = nullptr;
     fault = load_module(driver, context, image, *kernel.entry, module);
     if (!fault.empty()) return fault;
@@ -140,9 +156,14 @@ std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const
   fault = KernelCache::instance().get(*driver, image, role, kernel);
   if (!fault.empty()) return fault;
   const KernelEntry& entry = *kernel.entry;
+  int64_t grid_x = entry.grid_x, grid_y = rows;
+  if (entry.is_persistent) {
+    grid_x = std::min<int64_t>(kernel.multiprocessors, grid_x * rows);
+    grid_y = 1;
+  }
   void* parameters[] = {argument.bytes};
   const CuResult result =
-      driver->launch(kernel.function, static_cast<unsigned int>(entry.grid_x), static_cast<unsigned int>(rows), 1,
+      driver->launch(kernel.function, static_cast<unsigned int>(grid_x), static_cast<unsigned int>(grid_y), 1,
                      static_cast<unsigned int>(entry.block_x), 1, 1,
                      static_cast<unsigned int>(entry.dynamic_shared_bytes), stream, parameters, nullptr);
   return driver->fault("cuLaunchKernel", result);

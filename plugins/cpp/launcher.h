@@ -27,7 +27,8 @@ struct KernelArgument {
 // CUDA graph. Does nothing where there is no driver or no current context (a machine that only builds).
 std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image);
 
-// Launch the kernel of a role: grid (grid_x of the image, rows, 1), one argument, asynchronous on `stream`.
+// Launch the kernel of a role on the grid that the image tells for this many rows, with one argument, asynchronous on
+// `stream`. Where the image has no pipelined step for the device, its step runs.
 std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const char* role, int64_t rows,
                           KernelArgument& argument, cudaStream_t stream);
 

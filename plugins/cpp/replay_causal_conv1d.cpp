@@ -42,7 +42,7 @@ std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions
                 " activation_dtype=", type_text(inputs[kX].type));
 }
 
-const char* role(int64_t window_tokens, const IntFields&) {
+const char* role(const Buffers&, int64_t window_tokens, const IntFields&) {
   return window_tokens <= LONGEST_STEP_WINDOW ? "step" : "prefill";
 }
 

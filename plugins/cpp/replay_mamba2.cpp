@@ -9,6 +9,9 @@
 //   fields   history, max_draft_len; kernels
 //
 // The tables in Python: trtllm_replayssm/contract/plugin_io.py.
+#include <cstdint>
+#include <initializer_list>
+
 #include "../kernels/common/protocol.h"
 #include "../kernels/mamba2/params.h"
 #include "definitions.h"
@@ -55,8 +58,23 @@ std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions
                 " dt_dtype=", type_text(inputs[kDt].type));
 }
 
-const char* role(int64_t window_tokens, const IntFields& fields) {
-  return replay::is_prefill(window_tokens, fields[kMaxDraftLen]) ? "prefill" : "step";
+// The pipelined step copies rows of x, B and C, and the pools, in 16-byte pieces. All tensors are contiguous, and its
+// images are for shapes whose rows are such pieces, so the first addresses decide.
+bool are_in_pieces(const Buffers& buffers) {
+  constexpr uintptr_t kPieceBytes = 16;
+  uintptr_t addresses = 0;
+  for (const void* pointer : {buffers.inputs[kX], buffers.inputs[kB], buffers.inputs[kC]}) {
+    addresses |= reinterpret_cast<uintptr_t>(pointer);
+  }
+  for (const void* pointer : {buffers.outputs[kSsmStateOut], buffers.outputs[kXRingOut], buffers.outputs[kBRingOut]}) {
+    addresses |= reinterpret_cast<uintptr_t>(pointer);
+  }
+  return addresses % kPieceBytes == 0;
+}
+
+const char* role(const Buffers& buffers, int64_t window_tokens, const IntFields& fields) {
+  if (replay::is_prefill(window_tokens, fields[kMaxDraftLen])) return "prefill";
+  return are_in_pieces(buffers) ? "pipelined_step" : "step";
 }
 
 void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&, KernelArgument& argument) {
@@ -93,6 +111,7 @@ void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&
   params.dt_ring_stride_slot = R * H;
   params.seq_len = static_cast<int32_t>(S);
   params.ring_rows = static_cast<int32_t>(R);
+  params.num_rows = static_cast<int32_t>(dimensions['B']);
   argument.set(params);
 }
 

@@ -165,7 +165,7 @@ int32_t ReplayPlugin::enqueue(const PluginTensorDesc* input_descs, const PluginT
     if (dimensions['B'] == 0 || dimensions['S'] == 0) return 0;
     KernelArgument argument;
     definition_.pack(buffers, dimensions, fields_.ints, argument);
-    const char* role = definition_.role(dimensions['S'], fields_.ints);
+    const char* role = definition_.role(buffers, dimensions['S'], fields_.ints);
     fault = launch_kernel(fields_.kernels, role, dimensions['B'], argument, stream);
     return fault.empty() ? 0 : fail(fault);
   });

@@ -36,8 +36,8 @@ struct PluginDefinition {
   // of them is not known.
   std::string (*constants)(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions,
                            const IntFields& fields);
-  // The role of the kernel that runs this many window tokens.
-  const char* (*role)(int64_t window_tokens, const IntFields& fields);
+  // The role of the kernel that runs this many window tokens at these addresses.
+  const char* (*role)(const Buffers& buffers, int64_t window_tokens, const IntFields& fields);
   // Fill in the kernel's Params. All sizes are known and checked; all tensors are contiguous.
   void (*pack)(const Buffers& buffers, const Dimensions& dimensions, const IntFields& fields,
                KernelArgument& argument);

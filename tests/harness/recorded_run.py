@@ -29,6 +29,10 @@ from trtllm_replayssm.plugins.library import compile_library, plugin_library
 ROOT = HARNESS_DIR.parent.parent
 
 
+NUM_MULTIPROCESSORS = 20
+"""Of the pretended device; as in recording_driver.cpp."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One enqueue: the inputs by name, and an address per tensor, inputs first; outputs may differ from their alias."""

@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
+constexpr int kMultiprocessors = 20;  // recorded_run.py: NUM_MULTIPROCESSORS
 
 std::string record;  // one line a call
 int compute_capability = 90;
@@ -82,7 +83,8 @@ DRIVER_EXPORT int cuCtxGetDevice(int* device) {
 DRIVER_EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
   if (attribute == 75) *value = compute_capability / 10;
   if (attribute == 76) *value = compute_capability % 10;
-  return attribute == 75 || attribute == 76 ? kSuccess : kInvalidValue;
+  if (attribute == 16) *value = kMultiprocessors;
+  return attribute == 75 || attribute == 76 || attribute == 16 ? kSuccess : kInvalidValue;
 }
 
 DRIVER_EXPORT int cuModuleLoadData(void** module, const void* image) {

@@ -9,7 +9,7 @@ from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization
+from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Mamba2Specialization
 
 CONV = CausalConv1dSpecialization(4096, 4, "float16")
 
@@ -46,6 +46,22 @@ def test_an_image_holds_both_roles_for_every_architecture_once(image: bytes) -> 
         architecture = "sm_90a" if entry.compute_capability == 90 else "sm_80"
         assert entry.cubin == build.compile_kernel(CONV, "step" if entry.role == "step" else "prefill", architecture)
         assert entry.symbol.encode() in entry.cubin
+
+
+def test_an_image_carries_the_pipelined_step_where_there_is_one(own_cache: None) -> None:
+    mamba2 = Mamba2Specialization(8, 16, 128, 2, 4, 0, "bfloat16", "float32", "bfloat16")
+    _, entries = unpack(kernel_image(mamba2, ["sm_80", "sm_90a"]))
+    assert [(e.role, e.compute_capability, e.is_persistent) for e in entries] == [
+        ("step", 80, False),
+        ("prefill", 80, False),
+        ("step", 90, False),
+        ("prefill", 90, False),
+        ("pipelined_step", 90, True),
+    ]
+    shape = mamba2.launch_shape("pipelined_step")
+    found = entries[-1]
+    assert (found.symbol, found.grid_x, found.block_x) == (shape.symbol, 8, shape.block_x)
+    assert found.dynamic_shared_bytes == shape.dynamic_shared_bytes and shape.symbol.encode() in found.cubin
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.5, 0.999])

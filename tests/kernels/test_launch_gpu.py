@@ -1,20 +1,25 @@
 """Launches on a device: repeatable, capturable, true to strides and to 64-bit offsets. The numbers: ``tests/ops``."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.cases import DEVICE_CASES, Mamba2Case
 from tests.ops.driver import Mamba2Driver, Row, bits, int32, make_pools
+from tests.plugins.plugin_ops import mamba2_specialization
 from trtllm_replayssm import ops
 from trtllm_replayssm.errors import OpArgumentError
-from trtllm_replayssm.plugins import launch
+from trtllm_replayssm.plugins import launch, loader, pipeline_shape
 
 pytestmark = pytest.mark.gpu
 
 CASES = {case.name: case for case in DEVICE_CASES}
 CHECKED = [CASES["nemotron_h-T5"], CASES["state_bf16"], CASES["W2-N256-P80"]]
 POOLS = ("ssm_state", "x_ring", "B_ring", "dt_ring")
+
+PIPELINED = [case for case in DEVICE_CASES if mamba2_specialization(case).pipeline is not None]
 
 by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 
@@ -177,6 +182,103 @@ def test_slots_beyond_two_to_the_31_elements_are_addressed() -> None:
             assert torch.equal(bits(far.pools["x_ring"][slot]), bits(near.pools["x_ring"][slot]))
     far.assert_within_bounds()
     assert far.flushes > 2
+
+
+@pytest.fixture
+def roles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The roles of the launched kernels, in order."""
+    if loader.device_architecture(torch.cuda.current_device()) not in pipeline_shape.ARCHITECTURES:
+        pytest.skip("this device has no pipelined step")
+    found: list[str] = []
+
+    def load(specialization: Any, role: Any, device_index: int) -> loader.LoadedKernel:
+        found.append(role)
+        return loader.load(specialization, role, device_index)
+
+    monkeypatch.setattr(launch, "load", load)
+    return found
+
+
+def off_pieces(tensor: Tensor) -> Tensor:
+    """The same values, four elements off the start of an allocation."""
+    base = torch.empty(tensor.numel() + 4, dtype=tensor.dtype, device=tensor.device)
+    return base[4:].view(tensor.shape).copy_(tensor)
+
+
+def require_agreement(case: Mamba2Case, tensors: dict[str, Tensor], roles: list[str]) -> None:
+    """Hold the pipelined step to the generic one, which runs for an x that is not in 16-byte pieces."""
+    before = {name: tensors[name].clone() for name in POOLS}
+    results = []
+    roles.clear()
+    for x in (tensors["x"], off_pieces(tensors["x"])):
+        for name in POOLS:
+            tensors[name].copy_(before[name])
+        y = call(case, tensors | {"x": x})
+        results.append({"y": y} | {name: tensors[name].clone() for name in POOLS})
+    assert roles == ["pipelined_step", "step"]
+    found, expected = results
+    for name in ("x_ring", "B_ring"):
+        assert torch.equal(bits(found[name]), bits(expected[name])), name
+    bound = case.bound("cuda")
+    for name, error in (("y", bound.output), ("ssm_state", bound.checkpoint), ("dt_ring", 1e-6)):
+        largest = expected[name].float().nan_to_num().abs().amax().item()
+        torch.testing.assert_close(
+            found[name].float(), expected[name].float(), rtol=0, atol=error * largest, equal_nan=True, msg=name
+        )
+
+
+by_pipelined_case = pytest.mark.parametrize("case", PIPELINED, ids=lambda case: case.name)
+
+
+@by_pipelined_case
+def test_both_steps_agree_with_dead_memory_poisoned(case: Mamba2Case, roles: list[str]) -> None:
+    T = case.window
+    driver = in_mid_life(case)
+    for rows in (
+        [Row(0, T, 0), Row(-1, 0, 0), Row(1, T, 0), Row(2, 1, 0)],
+        [Row(2, 0, 0), Row(0, 0, 0), Row(-1, 0, 0)],
+    ):
+        require_agreement(case, arguments(driver, rows, T), roles)
+    require_agreement(case, arguments(driver, [Row(0, 1, 0), Row(1, 1, 0), Row(2, 0, 0)], 1), roles)
+
+
+@by_pipelined_case
+def test_both_steps_agree_over_many_turns_of_every_buffer(case: Mamba2Case, roles: list[str]) -> None:
+    num_slots = 600
+    driver = Mamba2Driver(case, "cuda", num_slots=num_slots, seed=6)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for name, pool in driver.pools.items():
+        pool.normal_(generator=generator)
+        if name == "dt_ring":
+            pool.abs_().mul_(0.1)
+    for slot in range(num_slots):
+        driver.checkpoint[slot] = slot % 7 * 13
+        driver.past[slot] = driver.checkpoint[slot] + slot % (case.history + 1)
+    rows = [Row(slot if slot % 11 else -1, slot % (case.window + 1), 0) for slot in reversed(range(num_slots))]
+    require_agreement(case, arguments(driver, rows, case.window), roles)
+
+
+def test_a_checkpoint_that_is_not_a_number_shows_in_the_outputs(roles: list[str]) -> None:
+    case = CASES["nemotron_h-T5"]
+    driver = in_mid_life(case)
+    # The NaN that arithmetic makes: rounding must not wrap it into a number.
+    driver.pools["ssm_state"][2].view(torch.int32).fill_(0x7FFFFFFF)
+    tensors = arguments(driver, [Row(2, case.window, 0)], case.window)
+    roles.clear()
+    assert call(case, tensors).isnan().all()
+    assert roles == ["pipelined_step"]
+
+
+@pytest.mark.parametrize("name", ["x", "B", "C"])
+def test_tensors_that_are_not_in_pieces_run_the_generic_step(name: str, roles: list[str]) -> None:
+    case = CASES["nemotron_h-T5"]
+    driver = in_mid_life(case)
+    tensors = arguments(driver, [Row(0, case.window, 0)], case.window)
+    gaps = torch.nn.functional.pad(tensors["x"], (0, 16))[..., : case.head_dim]
+    roles.clear()
+    for changes in ({name: off_pieces(tensors[name])}, {"x": gaps}, {}):
+        call(case, tensors | changes)
+    assert roles == ["step", "step", "pipelined_step"]
 
 
 @pytest.mark.parametrize("seq_len", [1, 8, 9, 300])

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from trtllm_replayssm.errors import OpArgumentError
-from trtllm_replayssm.plugins.layouts import require_contiguous, require_innermost_contiguous, require_slot_layout
+from trtllm_replayssm.plugins.layouts import (
+    are_heads_neighbours,
+    is_in_pieces,
+    require_contiguous,
+    require_innermost_contiguous,
+    require_slot_layout,
+)
 
 
 def test_slices_with_neighbouring_channels_are_accepted() -> None:
@@ -46,3 +52,18 @@ def test_pools_off_the_alignment_are_refused() -> None:
     with pytest.raises(OpArgumentError, match="132 bytes between slots"):
         require_slot_layout("mamba2", "ssm_state", torch.zeros(2, 33)[:, :32].view(2, 4, 8), 16)
     require_slot_layout("mamba2", "dt_ring", torch.zeros(2, 33)[:, :32].view(2, 4, 8), 4)
+
+
+def test_activations_in_pieces_are_told_from_others() -> None:
+    packed = torch.zeros(2, 3, 48, dtype=torch.bfloat16)
+    assert is_in_pieces(packed[..., 8:40].view(2, 3, 2, 16), 16)
+    assert not is_in_pieces(packed[..., 4:36].view(2, 3, 2, 16), 16)
+    assert not is_in_pieces(torch.zeros(2, 3, 36, dtype=torch.bfloat16)[..., :32].view(2, 3, 2, 16), 16)
+    # An axis of length 1 is never stepped along.
+    assert is_in_pieces(torch.zeros(1, 1, 36, dtype=torch.bfloat16)[..., :32].view(1, 1, 2, 16), 16)
+
+
+def test_heads_with_gaps_are_told_from_neighbours() -> None:
+    heads = torch.zeros(2, 3, 4, 32)
+    assert are_heads_neighbours(heads) and not are_heads_neighbours(heads[..., :16])
+    assert are_heads_neighbours(heads[:, :, 1:3]) and are_heads_neighbours(heads[:, :, :1, :16])

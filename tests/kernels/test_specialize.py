@@ -35,6 +35,46 @@ def test_every_supported_head_has_a_tile_that_fits_in_registers() -> None:
             assert found.launch_shape(role).block_x == 32 * found.num_warps
 
 
+def test_every_pipeline_fits_in_an_sm_with_two_stages_or_more_per_group() -> None:
+    for head_dim, state, history, heads in itertools.product(
+        range(16, 129, 16), ("float32", "bfloat16"), (1, 4, 8, 16), (1, 2, 6, 16)
+    ):
+        for window in range(1, min(history, 8) + 1):
+            constants = {"head_dim": head_dim, "state_dtype": state, "history": history, "n_heads": 8 * heads}
+            found = changed(**constants, max_draft_len=window - 1)
+            pipeline, shape = found.pipeline, found.launch_shape("pipelined_step")
+            assert pipeline is not None and shape.is_persistent
+            assert "pipelined_step" in found.roles("sm_90a") and "pipelined_step" not in found.roles("sm_80")
+            assert pipeline.shared_bytes == shape.dynamic_shared_bytes <= 227 * 1024
+            assert pipeline.num_stages % pipeline.consumer_groups == 0
+            assert pipeline.num_stages >= 2 * pipeline.consumer_groups
+            assert head_dim % (16 * pipeline.stage_warps) == 0 and heads % pipeline.chunk_heads == 0
+            assert pipeline.block_threads == shape.block_x <= 512
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"d_state": 64},
+        {"head_dim": 72},
+        {"history": 17},
+        {"state_dtype": "float16"},
+        {"activation_dtype": "float16", "dt_dtype": "float32"},
+    ],
+)
+def test_other_shapes_have_no_pipelined_step(values: dict[str, object]) -> None:
+    found = changed(**values)
+    assert found.pipeline is None and found.roles("sm_90a") == ROLES
+    with pytest.raises(UnsupportedError, match="no pipelined step"):
+        found.launch_shape("pipelined_step")
+
+
+def test_a_persistent_grid_is_bounded_by_the_device_and_by_the_work() -> None:
+    shape = NANO_9B.launch_shape("pipelined_step")
+    assert [shape.grid(rows, 132) for rows in (1, 2, 65535)] == [(128, 1, 1), (132, 1, 1), (132, 1, 1)]
+    assert NANO_9B.launch_shape("step").grid(3, 132) == (128, 3, 1)
+
+
 @pytest.mark.parametrize(
     "values",
     [

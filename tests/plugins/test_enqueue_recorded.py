@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness.recorded_run import Call, Launch, Recording, Scenario, run
+from tests.harness.recorded_run import NUM_MULTIPROCESSORS, Call, Launch, Recording, Scenario, run
 from tests.plugins.plugin_calls import INTS, right_tensors
 from tests.plugins.plugin_networks import placeholder_image, specialization_of
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGINS, PluginIO
@@ -66,6 +66,7 @@ def expected_params(io: PluginIO, call: Call) -> ctypes.Structure:
     numbers = {
         "seq_len": shapes["x"][1],
         "ring_rows": shapes[ring][1],
+        "num_rows": shapes["x"][0],
         "activation": INTS[io.op_type].get("activation"),
     }
     params = PARAMS[io.op_type]()
@@ -181,6 +182,46 @@ def test_the_kernel_for_the_device_is_chosen(io: PluginIO, device: int, chosen: 
     assert recording.attach_refusal is not None and reason in recording.attach_refusal
     assert recording.refusals[0] is not None and reason in recording.refusals[0]
     assert recording.launches() == []
+
+
+def pipelined(**changes: object) -> kernel_image.KernelEntry:
+    return entry("pipelined_step", grid_x=8, block_x=416, is_persistent=True, is_exact=True, **changes)
+
+
+def test_a_persistent_kernel_gets_no_more_blocks_than_multiprocessors_or_work() -> None:
+    image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined())
+    calls = [call_of(MAMBA2, 2, 1), call_of(MAMBA2, 3, 4), call_of(MAMBA2, 65535, 1), call_of(MAMBA2, 2, 5)]
+    recording = run(scenario(MAMBA2, *calls, image=image))
+    require_quiet(recording)
+    launches = recording.launches()
+    assert [(launch.grid, launch.block[0]) for launch in launches] == [
+        ((16, 1, 1), 416),
+        ((NUM_MULTIPROCESSORS, 1, 1), 416),
+        ((NUM_MULTIPROCESSORS, 1, 1), 416),
+        ((11, 2, 1), 160),
+    ]
+    for launch, call in zip(launches, calls, strict=True):
+        require_params(MAMBA2, launch, call)
+
+
+@pytest.mark.parametrize("name", ["x", "B", "C", "ssm_state", "x_ring", "B_ring"])
+def test_a_tensor_that_is_not_in_16_byte_pieces_takes_the_generic_step(name: str) -> None:
+    image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined())
+    call = call_of(MAMBA2, 2, 1)
+    names = [*MAMBA2.inputs, *MAMBA2.outputs]
+    moved = [address + 8 * (names[k] == name) for k, address in enumerate(call.addresses)]
+    recording = run(scenario(MAMBA2, replace(call, addresses=moved), image=image))
+    require_quiet(recording)
+    assert [launch.grid for launch in recording.launches()] == [(11, 2, 1)]
+
+
+def test_a_device_without_a_pipelined_step_takes_the_generic_one() -> None:
+    others = [entry(role, compute_capability=80, symbol=f"sm80_{role}") for role in ("step", "prefill")]
+    image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined(), *others)
+    recording = run(scenario(MAMBA2, call_of(MAMBA2, 2, 1), image=image, compute_capability=86))
+    require_quiet(recording)
+    assert recording.named("cuModuleGetFunction") == ["sm80_step", "sm80_prefill"]
+    assert [launch.grid for launch in recording.launches()] == [(11, 2, 1)]
 
 
 @every_plugin

@@ -1,4 +1,5 @@
-// Every PTX instruction that the kernels use by name. Nothing else in the sources is bound to a GPU's instruction set.
+// Every PTX instruction that all kernels use by name. Those for some GPUs alone: barrier.cuh, mma.cuh. Nothing else in
+// the sources is bound to a GPU's instruction set.
 #pragma once
 #include <cstdint>
 

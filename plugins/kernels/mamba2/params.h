@@ -28,4 +28,5 @@ struct Mamba2Params {
   int64_t ssm_state_stride_slot, x_ring_stride_slot, B_ring_stride_slot, dt_ring_stride_slot;
   int32_t seq_len;           // S
   int32_t ring_rows;         // R
+  int32_t num_rows;          // B; for persistent kernels, whose grid does not tell
 };

@@ -1,0 +1,82 @@
+// Barriers in shared memory that count arrivals and copied bytes, and the bulk copies that report to them (since 9.0).
+//
+// A barrier's phase ends when all arrivals and all announced bytes have come; phases alternate in parity, from 0. Who
+// waits for a parity must not fall two phases behind, or the wait sees a later phase of the same parity.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace replay {
+namespace ptx {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Make initialised barriers known to the copy engine; a thread block barrier must follow for the other threads.
+__device__ inline void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrive, and let the phase wait for this many copied bytes too.
+__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t is_done = 0;
+  while (is_done == 0) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, done;\n\t}"
+        : "=r"(is_done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+// Start one copy to shared memory that reports to a barrier. Addresses and bytes are multiples of 16.
+__device__ inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_target),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// An L2 policy for what is read once: first in line for eviction.
+__device__ inline uint64_t streaming_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// Start one copy from shared to global memory; commit_stores() closes the thread's group of them.
+__device__ inline void store_bulk(void* target, uint32_t shared_source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_source),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Wait until the shared memory of this thread's stores has been read and may be overwritten.
+__device__ inline void wait_for_stored_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+}  // namespace ptx
+}  // namespace replay

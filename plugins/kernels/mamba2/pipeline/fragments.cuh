@@ -1,0 +1,106 @@
+// What a consumer warp holds in registers: B and C of a chunk as operands, and how a tile's rows become operands.
+//
+// A lane reads the state 16 bytes at a time: vector m of rows g and g + 8, STATE_VECTOR columns from column
+// m * 4 * STATE_VECTOR + q * STATE_VECTOR on. The products' columns are permuted to fit: they may come in any order as
+// long as both operands agree.
+#pragma once
+#include "common/mma.cuh"
+#include "mamba2/pipeline/work.cuh"
+
+namespace replay {
+
+constexpr int STATE_VECTOR = elements_per_vector<STATE_TYPE>;
+constexpr int VECTORS = D_STATE / (4 * STATE_VECTOR);
+constexpr int VECTOR_STRIDE_BYTES = 4 * 16;                   // from a lane's vector to its next
+constexpr int BLOCKS_PER_VECTOR = STATE_VECTOR / 2;    // a block: two columns of both rows, as a product gives them
+constexpr int STATE_ROW_BYTES = D_STATE * static_cast<int>(sizeof(STATE_TYPE));
+
+// C_g at the lane's columns, in pairs: operand B of the product of state and C. Tokens that are not there are zero.
+struct WindowC {
+  static constexpr int PAIRS = STATE_VECTOR / 2;
+  struct alignas(4 * PAIRS) Pairs {
+    uint32_t words[PAIRS];
+  };
+  Pairs pairs[VECTORS];
+
+  __device__ WindowC(ChunkBuffer buffer, int num_tokens) {
+    const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < VECTORS; ++m) {
+      pairs[m] = Pairs{};
+      if (g < num_tokens) pairs[m] = *reinterpret_cast<const Pairs*>(buffer.C(g) + (m * 4 + q) * STATE_VECTOR * 2);
+    }
+  }
+
+  // Two words for the product number k of vector m. Pairs become fp32 only here: that is cheaper than the registers.
+  __device__ void operand(int m, int k, uint32_t (&words)[2]) const {
+    if constexpr (IS_STATE_FP32) {
+      words[0] = float_to_bits(low_bf16(pairs[m].words[k]));
+      words[1] = float_to_bits(high_bf16(pairs[m].words[k]));
+    } else {
+      words[0] = pairs[m].words[2 * k];
+      words[1] = pairs[m].words[2 * k + 1];
+    }
+  }
+};
+
+// B of the pending rows: operand B of the product of weighted x and B. Rows that are not pending are zero.
+struct PendingB {
+  uint32_t words[VECTORS][BLOCKS_PER_VECTOR][2];
+
+  struct alignas(4 * BLOCKS_PER_VECTOR) Pairs {
+    uint32_t words[BLOCKS_PER_VECTOR];
+  };
+
+  __device__ void load(ChunkBuffer buffer, int pending) {
+    const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
+    const uint32_t half = g % 2 == 0 ? 0x5410u : 0x7632u;  // the low, or the high, halves of two words
+#pragma unroll
+    for (int m = 0; m < VECTORS; ++m) {
+      const int offset = (m * 4 + g / 2) * STATE_VECTOR * 2;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int row = 2 * q + 8 * k;
+        Pairs first{}, second{};
+        if (row < pending) first = *reinterpret_cast<const Pairs*>(buffer.B(row) + offset);
+        if (row + 1 < pending) second = *reinterpret_cast<const Pairs*>(buffer.B(row + 1) + offset);
+#pragma unroll
+        for (int i = 0; i < BLOCKS_PER_VECTOR; ++i) {
+          words[m][i][k] = __byte_perm(first.words[i], second.words[i], half);
+        }
+      }
+    }
+  }
+};
+
+// x^T of MMA_TOKENS token rows from `first` on, as operand A: 16 channels from `channel` of the chunk's rows. Rows
+// from num_rows on are zeroed, bit by bit: what stands there may be NaN.
+__device__ inline void load_x(ChunkBuffer buffer, int first, int num_rows, int channel, uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % WARP_SIZE, q = lane % 4;
+  const int row = min(first + lane % 8 + lane / 16 * 8, TOKEN_ROWS - 1);
+  ptx::load_transposed(words, buffer.address + ChunkOffsets::X + row * X_ROW_BYTES + (channel + lane / 8 % 2 * 8) * 2);
+  const uint32_t near = pair_mask(2 * q, num_rows), far = pair_mask(2 * q + 8, num_rows);
+  words[0] &= near;
+  words[1] &= near;
+  words[2] &= far;
+  words[3] &= far;
+}
+
+// sums += state . C over the columns of vector m of rows g and g + 8. Two sums, so that products overlap.
+__device__ inline void multiply_vector(const Vector16& upper, const Vector16& lower, const WindowC& C, int m,
+                                       float (&sums)[2][4]) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    uint32_t a[4] = {upper.words[2 * k], lower.words[2 * k], upper.words[2 * k + 1], lower.words[2 * k + 1]}, b[2];
+    C.operand(m, k, b);
+    if constexpr (IS_STATE_FP32) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(a[i]);
+      ptx::mma_tf32(sums[k], a, b[0], b[1]);
+    } else {
+      ptx::mma_bf16(sums[k], a, b[0], b[1]);
+    }
+  }
+}
+
+}  // namespace replay

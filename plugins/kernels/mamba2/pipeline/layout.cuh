@@ -1,0 +1,139 @@
+// What the warps of the pipelined step share: the memory of a thread block, its barriers, and the order of its work.
+//
+// A *chunk* is up to CHUNK_HEADS neighbouring heads of one (row of the step, group): they share B and C. A *tile* is
+// STAGE_ROWS neighbouring state rows of one head. The producer warp fills chunk buffers and stages, in turn; tile i of
+// a thread block stands in stage i % NUM_STAGES and belongs to the consumer group stage % CONSUMER_GROUPS.
+#pragma once
+#include "common/barrier.cuh"
+#include "common/lanes.cuh"
+#include "common/protocol.h"
+#include "common/types.cuh"
+#include "mamba2/params.h"
+
+namespace replay {
+
+constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
+constexpr int HEADS_PER_GROUP = N_HEADS / N_GROUPS;
+constexpr bool IS_STATE_FP32 = sizeof(STATE_TYPE) == 4;
+constexpr int MMA_ROWS = 16;    // state rows of a consumer warp
+constexpr int MMA_TOKENS = 16;  // token rows that one product takes
+constexpr int STAGE_ROWS = STAGE_WARPS * MMA_ROWS;
+constexpr int TILES_PER_HEAD = HEAD_DIM / STAGE_ROWS;
+constexpr int TILE_BYTES = STAGE_ROWS * D_STATE * static_cast<int>(sizeof(STATE_TYPE));
+constexpr int NUM_CONSUMERS = CONSUMER_GROUPS * STAGE_WARPS;
+constexpr int TOKEN_ROWS = HISTORY + WINDOW;
+// 16 bytes between rows: eight of them, read at once, then stand in different shared-memory banks.
+constexpr int ROW_PADDING_BYTES = 16;
+constexpr int X_ROW_BYTES = CHUNK_HEADS * HEAD_DIM * 2 + ROW_PADDING_BYTES;
+constexpr int BC_ROW_BYTES = D_STATE * 2 + ROW_PADDING_BYTES;
+// The weights of one (head, token) as a B operand of mma_bf16: per q four words, high parts then low parts.
+constexpr int WEIGHT_BYTES = 4 * 16;
+constexpr int FOLD_WEIGHTS = MMA_TOKENS + 1;  // one a pending row, then the checkpoint's decay
+
+static_assert(sizeof(ACTIVATION_TYPE) == 2 && D_STATE == 128, "the fragments are laid out for these");
+static_assert(HISTORY <= MMA_TOKENS && WINDOW <= 8, "pending rows fill one product's depth, tokens its columns");
+static_assert(HEAD_DIM % STAGE_ROWS == 0, "tiles cover a head exactly");
+static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0 && (CHUNK_HEADS & (CHUNK_HEADS - 1)) == 0, "chunks halve evenly");
+static_assert(NUM_STAGES % CONSUMER_GROUPS == 0, "a stage has the same group each time, else waits skip a phase");
+static_assert(BLOCK_THREADS == (NUM_CONSUMERS + COEFFICIENT_WARPS + 1) * WARP_SIZE, "specialize.py counts other warps");
+
+// Written by the producer, read by everybody else.
+struct ChunkLengths {
+  int slot;  // -1: padding
+  int checkpoint;
+  int pending;
+  int num_tokens;
+  int first_pending_row;  // of the rings: where position `checkpoint` stands
+  int first_window_row;   // of the rings: where the window goes
+
+  __device__ bool is_flush() const { return needs_flush(pending, 0, HISTORY, MAX_DRAFT_LEN); }
+  __device__ bool is_active() const { return slot >= 0 && (num_tokens > 0 || is_flush()); }
+  // A checkpoint at position 0 is zero whatever the memory holds.
+  __device__ bool has_state() const { return checkpoint > 0; }
+  // Outputs see the token rows first() .. first() + live() + num_tokens - 1: a flush has put the pending ones into
+  // the state. Without a flush pending + WINDOW <= HISTORY, so they are at most MMA_TOKENS either way.
+  __device__ int first() const { return is_flush() ? pending : 0; }
+  __device__ int live() const { return is_flush() ? 0 : pending; }
+};
+
+// Offsets in a chunk buffer: token rows of x, B and C, then what the coefficient warps make of them.
+struct ChunkOffsets {
+  static constexpr int X = 0;
+  static constexpr int B = X + TOKEN_ROWS * X_ROW_BYTES;
+  static constexpr int C = B + TOKEN_ROWS * BC_ROW_BYTES;
+  static constexpr int SCORES = C + WINDOW * BC_ROW_BYTES;
+  static constexpr int WEIGHTS = SCORES + COEFFICIENT_WARPS * WINDOW * MMA_TOKENS * 4;
+  static constexpr int DECAYS = WEIGHTS + CHUNK_HEADS * WINDOW * WEIGHT_BYTES;
+  static constexpr int FOLD = DECAYS + CHUNK_HEADS * WINDOW * 4;
+  static constexpr int LENGTHS = FOLD + CHUNK_HEADS * FOLD_WEIGHTS * 4;
+  static constexpr int BYTES = (LENGTHS + static_cast<int>(sizeof(ChunkLengths)) + 127) / 128 * 128;
+};
+
+// One chunk buffer, by its address in either form.
+struct ChunkBuffer {
+  unsigned char* base;
+  uint32_t address;
+
+  template <typename T>
+  __device__ T* at(int offset) const {
+    return reinterpret_cast<T*>(base + offset);
+  }
+  __device__ ChunkLengths& lengths() const { return *at<ChunkLengths>(ChunkOffsets::LENGTHS); }
+  __device__ float* decays(int head) const { return at<float>(ChunkOffsets::DECAYS) + head * WINDOW; }
+  __device__ float* fold_weights(int head) const { return at<float>(ChunkOffsets::FOLD) + head * FOLD_WEIGHTS; }
+  __device__ unsigned char* weights(int head, int token) const {
+    return base + ChunkOffsets::WEIGHTS + (head * WINDOW + token) * WEIGHT_BYTES;
+  }
+  __device__ const unsigned char* B(int row) const { return base + ChunkOffsets::B + row * BC_ROW_BYTES; }
+  __device__ const unsigned char* C(int token) const { return base + ChunkOffsets::C + token * BC_ROW_BYTES; }
+};
+
+// The dynamic shared memory: NUM_STAGES tiles, CHUNK_BUFFERS chunk buffers, the barriers.
+struct PipelineShared {
+  unsigned char* base;
+  uint32_t address;
+
+  static constexpr int BUFFERS = NUM_STAGES * TILE_BYTES;
+  static constexpr int BARRIERS = BUFFERS + CHUNK_BUFFERS * ChunkOffsets::BYTES;
+  static constexpr int NUM_BARRIERS = 2 * NUM_STAGES + 3 * CHUNK_BUFFERS;
+  static constexpr int BYTES = BARRIERS + 8 * NUM_BARRIERS;
+
+  __device__ explicit PipelineShared(void* memory)
+      : base(static_cast<unsigned char*>(memory)), address(ptx::shared_address(memory)) {}
+
+  __device__ ChunkBuffer buffer(int turn) const {
+    const int offset = BUFFERS + turn % CHUNK_BUFFERS * ChunkOffsets::BYTES;
+    return {base + offset, address + offset};
+  }
+  __device__ uint32_t barrier(int index) const { return address + BARRIERS + 8 * index; }
+  __device__ uint32_t is_stage_full(int stage) const { return barrier(stage); }
+  __device__ uint32_t is_stage_free(int stage) const { return barrier(NUM_STAGES + stage); }
+  // The rows and lengths of the chunk are there; its weights are too; everybody is through with it.
+  __device__ uint32_t is_chunk_full(int turn) const { return barrier(2 * NUM_STAGES + turn % CHUNK_BUFFERS); }
+  __device__ uint32_t is_chunk_weighed(int turn) const {
+    return barrier(2 * NUM_STAGES + CHUNK_BUFFERS + turn % CHUNK_BUFFERS);
+  }
+  __device__ uint32_t is_chunk_free(int turn) const {
+    return barrier(2 * NUM_STAGES + 2 * CHUNK_BUFFERS + turn % CHUNK_BUFFERS);
+  }
+
+  __device__ void init_barriers() const {
+    for (int stage = 0; stage < NUM_STAGES; ++stage) {
+      ptx::barrier_init(is_stage_full(stage), 1);
+      ptx::barrier_init(is_stage_free(stage), STAGE_WARPS);
+    }
+    for (int turn = 0; turn < CHUNK_BUFFERS; ++turn) {
+      ptx::barrier_init(is_chunk_full(turn), 1);
+      ptx::barrier_init(is_chunk_weighed(turn), COEFFICIENT_WARPS);
+      ptx::barrier_init(is_chunk_free(turn), NUM_CONSUMERS + COEFFICIENT_WARPS);
+    }
+    ptx::fence_barrier_init();
+  }
+};
+
+static_assert(PipelineShared::BYTES == DYNAMIC_SHARED_BYTES, "specialize.py counts shared memory differently");
+
+// The parity of the phase that a barrier, used once in `period` turns, is in at a turn.
+__device__ inline uint32_t parity_of(int turn, int period) { return turn / period & 1; }
+
+}  // namespace replay

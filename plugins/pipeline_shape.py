@@ -1,0 +1,115 @@
+"""The numbers of the pipelined Mamba-2 step: which shapes it is for, its warps, stages and chunk buffers.
+
+The kernel (``kernels/mamba2/pipelined_step.cu``) asserts at compile time that it needs what is counted here.
+"""
+
+from dataclasses import dataclass
+
+from trtllm_replayssm.contract.geometry import DTYPE_BYTES
+
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+"""With bulk copies and 227 KiB of shared memory for a thread block; sm_120 has the copies, but too little memory."""
+_SHARED_BYTES = 227 * 1024
+_WARP = 32
+# State rows of a consumer warp: those of one tensor core product.
+_MMA_ROWS = 16
+_D_STATE, _MAX_HISTORY, _MAX_WINDOW = 128, 16, 8
+_COEFFICIENT_WARPS = 2
+_PADDING_BYTES = 16
+_BARRIER_BYTES = 8
+# Four per group are as many as have been measured.
+_MAX_STAGES_PER_GROUP = 4
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """How a thread block of the pipelined step is made up; the words are those of ``pipeline/layout.cuh``.
+
+    Attributes:
+        stage_warps: consumer warps of a group, 16 state rows each: together the rows of a stage.
+        consumer_groups: groups, each with stages of its own.
+        num_stages: tiles that shared memory holds, a multiple of ``consumer_groups``.
+        chunk_heads: most heads of a chunk, a power of two that divides the heads of a group.
+        chunk_buffers: chunks whose token rows shared memory holds.
+        shared_bytes: all of it.
+    """
+
+    stage_warps: int
+    consumer_groups: int
+    num_stages: int
+    chunk_heads: int
+    chunk_buffers: int
+    shared_bytes: int
+
+    @property
+    def block_threads(self) -> int:
+        """Threads of a block: consumer warps, coefficient warps and the producer warp."""
+        return (self.stage_warps * self.consumer_groups + _COEFFICIENT_WARPS + 1) * _WARP
+
+    def defines(self) -> dict[str, str]:
+        """Return the macros that tell the sources."""
+        return {
+            "STAGE_WARPS": str(self.stage_warps),
+            "CONSUMER_GROUPS": str(self.consumer_groups),
+            "NUM_STAGES": str(self.num_stages),
+            "CHUNK_HEADS": str(self.chunk_heads),
+            "CHUNK_BUFFERS": str(self.chunk_buffers),
+            "COEFFICIENT_WARPS": str(_COEFFICIENT_WARPS),
+        }
+
+
+def pipeline_shape(
+    *,
+    head_dim: int,
+    d_state: int,
+    heads_per_group: int,
+    history: int,
+    window: int,
+    activation_dtype: str,
+    state_dtype: str,
+) -> PipelineShape | None:
+    """Return the fastest known make-up for a shape; None for a shape that the pipelined step is not for."""
+    is_fitting = (
+        activation_dtype == "bfloat16"
+        and state_dtype in ("float32", "bfloat16")
+        and d_state == _D_STATE
+        and head_dim % _MMA_ROWS == 0
+        and history <= _MAX_HISTORY
+        and window <= _MAX_WINDOW
+    )
+    if not is_fitting:
+        return None
+    is_fp32 = state_dtype == "float32"
+    stage_warps, consumer_groups = _consumers(head_dim // _MMA_ROWS, is_fp32)
+    # A state in fp32 takes twice the time to arrive: fewer heads a chunk, more chunks on the way.
+    chunk_heads, most_buffers = (4, 3) if is_fp32 or stage_warps > 2 else (8, 2)
+    while heads_per_group % chunk_heads:
+        chunk_heads //= 2
+    stage_bytes = stage_warps * _MMA_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
+    # Long windows of wide heads have large buffers: better fewer or smaller ones than a group with a single stage.
+    choices = [(chunk_heads, most_buffers), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
+    for heads, chunk_buffers in choices:
+        buffer_bytes = chunk_buffers * (_buffer_bytes(head_dim, heads, history, window) + 3 * _BARRIER_BYTES)
+        per_group = min((_SHARED_BYTES - buffer_bytes) // (stage_bytes * consumer_groups), _MAX_STAGES_PER_GROUP)
+        if per_group >= 2:
+            num_stages = per_group * consumer_groups
+            shared_bytes = num_stages * stage_bytes + buffer_bytes
+            return PipelineShape(stage_warps, consumer_groups, num_stages, heads, chunk_buffers, shared_bytes)
+    raise AssertionError("every fitting shape has a make-up")
+
+
+def _consumers(row_blocks: int, is_fp32: bool) -> tuple[int, int]:
+    """Return stage warps and consumer groups for a head of this many blocks of 16 rows: measured at 4 and 5 blocks."""
+    if row_blocks % 2 == 0:
+        return (2, 5) if is_fp32 else (2, 4)
+    return (1, 10) if is_fp32 else (row_blocks, max(1, 10 // row_blocks))
+
+
+def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -> int:
+    """Count token rows of x, B and C, scores, weights, decays, fold weights and six lengths; in whole 128 bytes."""
+    token_rows = history + window
+    x_bytes = token_rows * (2 * chunk_heads * head_dim + _PADDING_BYTES)
+    bc_bytes = (token_rows + window) * (2 * _D_STATE + _PADDING_BYTES)
+    scores = _COEFFICIENT_WARPS * window * 16 * 4
+    per_head = window * (64 + 4) + 17 * 4
+    return -(-(x_bytes + bc_bytes + scores + chunk_heads * per_head + 6 * 4) // 128) * 128
