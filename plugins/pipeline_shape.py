@@ -9,16 +9,16 @@ from trtllm_replayssm.contract.geometry import DTYPE_BYTES
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 """With bulk copies and 227 KiB of shared memory for a thread block; sm_120 has the copies, but too little memory."""
-_SHARED_BYTES = 227 * 1024
+# Of a multiprocessor, and what the driver keeps of it for each block (CUDA programming guide, compute capability 9.0).
+_SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
 _WARP = 32
 # State rows of a consumer warp: those of one tensor core product.
 _MMA_ROWS = 16
 _D_STATE, _MAX_HISTORY, _MAX_WINDOW = 128, 16, 8
-_COEFFICIENT_WARPS = 2
 _PADDING_BYTES = 16
 _BARRIER_BYTES = 8
-# Four per group are as many as have been measured.
-_MAX_STAGES_PER_GROUP = 4
+_CHUNK_DESCRIPTION_BYTES = 36
+_SHARE_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,22 @@ class PipelineShape:
     """How a thread block of the pipelined step is made up; the words are those of ``pipeline/layout.cuh``.
 
     Attributes:
+        blocks_per_sm: thread blocks that a multiprocessor has room for.
         stage_warps: consumer warps of a group, 16 state rows each: together the rows of a stage.
         consumer_groups: groups, each with stages of its own.
+        teams: teams of coefficient warps, which take chunks in turn.
+        team_warps: warps of a team.
         num_stages: tiles that shared memory holds, a multiple of ``consumer_groups``.
         chunk_heads: most heads of a chunk, a power of two that divides the heads of a group.
         chunk_buffers: chunks whose token rows shared memory holds.
         shared_bytes: all of it.
     """
 
+    blocks_per_sm: int
     stage_warps: int
     consumer_groups: int
+    teams: int
+    team_warps: int
     num_stages: int
     chunk_heads: int
     chunk_buffers: int
@@ -43,19 +49,54 @@ class PipelineShape:
 
     @property
     def block_threads(self) -> int:
-        """Threads of a block: consumer warps, coefficient warps and the producer warp."""
-        return (self.stage_warps * self.consumer_groups + _COEFFICIENT_WARPS + 1) * _WARP
+        """Threads of a block: consumer warps, coefficient warps, the loader warp and the producer's warp."""
+        return (self.stage_warps * self.consumer_groups + self.teams * self.team_warps + 2) * _WARP
 
     def defines(self) -> dict[str, str]:
         """Return the macros that tell the sources."""
         return {
+            "BLOCKS_PER_SM": str(self.blocks_per_sm),
             "STAGE_WARPS": str(self.stage_warps),
             "CONSUMER_GROUPS": str(self.consumer_groups),
+            "COEFFICIENT_TEAMS": str(self.teams),
+            "TEAM_WARPS": str(self.team_warps),
             "NUM_STAGES": str(self.num_stages),
             "CHUNK_HEADS": str(self.chunk_heads),
             "CHUNK_BUFFERS": str(self.chunk_buffers),
-            "COEFFICIENT_WARPS": str(_COEFFICIENT_WARPS),
         }
+
+
+def make_shape(
+    *,
+    head_dim: int,
+    d_state: int,
+    history: int,
+    window: int,
+    state_dtype: str,
+    blocks_per_sm: int,
+    stage_warps: int,
+    consumer_groups: int,
+    teams: int,
+    team_warps: int,
+    chunk_heads: int,
+    chunk_buffers: int,
+    most_stages_per_group: int = 8,
+) -> PipelineShape | None:
+    """Fill shared memory with stages; None if there is no room for two per group."""
+    warps = stage_warps * consumer_groups + teams * team_warps + 2
+    stage_bytes = stage_warps * _MMA_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
+    fixed = chunk_buffers * (_buffer_bytes(head_dim, chunk_heads, history, window, team_warps) + 3 * _BARRIER_BYTES)
+    fixed += _SHARE_BYTES + 4 * warps
+    room = _SHARED_BYTES // blocks_per_sm - _RESERVED_BYTES - fixed - 15
+    per_group = min(room // (stage_bytes * consumer_groups), most_stages_per_group)
+    if per_group < 2:
+        return None
+    num_stages = per_group * consumer_groups
+    shared_bytes = -(-(num_stages * stage_bytes + fixed) // 16) * 16
+    return PipelineShape(
+        blocks_per_sm, stage_warps, consumer_groups, teams, team_warps, num_stages, chunk_heads, chunk_buffers,
+        shared_bytes,
+    )  # fmt: skip
 
 
 def pipeline_shape(
@@ -81,20 +122,28 @@ def pipeline_shape(
         return None
     is_fp32 = state_dtype == "float32"
     stage_warps, consumer_groups = _consumers(head_dim // _MMA_ROWS, is_fp32)
-    # A state in fp32 takes twice the time to arrive: fewer heads a chunk, more chunks on the way.
-    chunk_heads, most_buffers = (4, 3) if is_fp32 or stage_warps > 2 else (8, 2)
+    chunk_heads, most_buffers = 4, 3
     while heads_per_group % chunk_heads:
         chunk_heads //= 2
-    stage_bytes = stage_warps * _MMA_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
     # Long windows of wide heads have large buffers: better fewer or smaller ones than a group with a single stage.
     choices = [(chunk_heads, most_buffers), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
     for heads, chunk_buffers in choices:
-        buffer_bytes = chunk_buffers * (_buffer_bytes(head_dim, heads, history, window) + 3 * _BARRIER_BYTES)
-        per_group = min((_SHARED_BYTES - buffer_bytes) // (stage_bytes * consumer_groups), _MAX_STAGES_PER_GROUP)
-        if per_group >= 2:
-            num_stages = per_group * consumer_groups
-            shared_bytes = num_stages * stage_bytes + buffer_bytes
-            return PipelineShape(stage_warps, consumer_groups, num_stages, heads, chunk_buffers, shared_bytes)
+        shape = make_shape(
+            head_dim=head_dim,
+            d_state=d_state,
+            history=history,
+            window=window,
+            state_dtype=state_dtype,
+            blocks_per_sm=1,
+            stage_warps=stage_warps,
+            consumer_groups=consumer_groups,
+            teams=2,
+            team_warps=2,
+            chunk_heads=heads,
+            chunk_buffers=chunk_buffers,
+        )
+        if shape is not None:
+            return shape
     raise AssertionError("every fitting shape has a make-up")
 
 
@@ -105,11 +154,11 @@ def _consumers(row_blocks: int, is_fp32: bool) -> tuple[int, int]:
     return (1, 10) if is_fp32 else (row_blocks, max(1, 10 // row_blocks))
 
 
-def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -> int:
-    """Count token rows of x, B and C, scores, weights, decays, fold weights and six lengths; in whole 128 bytes."""
+def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int, team_warps: int) -> int:
+    """Count token rows of x, B and C, scores, weights, dt, decays, fold weights, the description; in whole 128 bytes."""
     token_rows = history + window
     x_bytes = token_rows * (2 * chunk_heads * head_dim + _PADDING_BYTES)
     bc_bytes = (token_rows + window) * (2 * _D_STATE + _PADDING_BYTES)
-    scores = _COEFFICIENT_WARPS * window * 16 * 4
-    per_head = window * (64 + 4) + 17 * 4
-    return -(-(x_bytes + bc_bytes + scores + chunk_heads * per_head + 6 * 4) // 128) * 128
+    scores = team_warps * window * 16 * 4
+    per_head = window * (64 + 4) + 17 * 4 + token_rows * 4
+    return -(-(x_bytes + bc_bytes + scores + chunk_heads * per_head + _CHUNK_DESCRIPTION_BYTES) // 128) * 128

@@ -30,6 +30,11 @@ __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Arrive when all of this thread's copy_async() so far have come. Counted at the barrier's initialisation.
+__device__ inline void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t is_done = 0;
   while (is_done == 0) {
@@ -66,17 +71,10 @@ __device__ inline void copy_bulk(uint32_t shared_target, const void* source, uin
       : "memory");
 }
 
-// Start one copy from shared to global memory; commit_stores() closes the thread's group of them.
-__device__ inline void store_bulk(void* target, uint32_t shared_source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_source),
-               "r"(bytes)
-               : "memory");
+// Bring memory to the L2 cache; nothing waits for it. Address and bytes are multiples of 16.
+__device__ inline void prefetch_bulk(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
-
-__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Wait until the shared memory of this thread's stores has been read and may be overwritten.
-__device__ inline void wait_for_stored_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace ptx
 }  // namespace replay

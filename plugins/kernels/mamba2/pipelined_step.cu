@@ -1,30 +1,44 @@
 // Decode or verify one window of at most 1 + MAX_DRAFT_LEN tokens, as step.cu does, for GPUs with bulk copies and
-// tensor cores that are as fast as their memory needs: persistent thread blocks, one an SM, each a pipeline.
+// tensor cores that are as fast as their memory needs: persistent thread blocks, each a pipeline.
 //
-// One producer warp brings chunks of work to shared memory; the coefficient warps turn dt, B and C into the weights of
-// the token rows and append the window to the rings; the consumer warps multiply, fold and write outputs.
-// plugins/pipeline_shape.py chooses the numbers, and says which shapes this kernel is for; the launch says which
-// layouts. Tensors: params.h, here with x, B and C in 16-byte pieces and the heads of x as neighbours.
+// A producer thread brings state tiles to shared memory and a loader warp token rows; the coefficient warps turn dt, B
+// and C into the weights of the token rows and append the window to the rings; the consumer warps multiply, fold and
+// write outputs. plugins/pipeline_shape.py chooses the numbers, and says which shapes this kernel is for; the launch
+// says which layouts. Tensors: params.h, here with x, B and C in 16-byte pieces and the heads of x as neighbours.
 // Outputs: a state in fp32 is rounded to tf32 where C multiplies it, sums are fp32; the checkpoint is as in step.cu.
 #include "mamba2/pipeline/coefficients.cuh"
+#include "mamba2/pipeline/loader.cuh"
 #include "mamba2/pipeline/outputs.cuh"
 #include "mamba2/pipeline/producer.cuh"
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     replay_mamba2_pipelined_step(const __grid_constant__ Mamba2Params params) {
   using namespace replay;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const PipelineShared shared(shared_memory);
-  const Schedule schedule(params);
   const int warp = threadIdx.x / WARP_SIZE;
+  constexpr int LOADER = NUM_CONSUMERS + NUM_WEIGHERS, PRODUCER = LOADER + 1;
+  const bool is_producer = threadIdx.x == PRODUCER * WARP_SIZE;
   if (threadIdx.x == 0) shared.init_barriers();
-  __syncthreads();
+  const Share share = find_share(params, shared);
+  const Chunk first_heads = ChunkWalk(params, share).rest_of_row();
+  if (is_producer) {
+    prefetch_tiles(params, share);
+  } else if (warp == LOADER) {
+    prefetch_rows(params, first_heads);
+  } else if (warp >= NUM_CONSUMERS && warp < LOADER) {
+    touch_weights(params, first_heads);
+  }
+  ptx::wait_for_previous();
+  ptx::let_next_start();
 
   if (warp < NUM_CONSUMERS) {
-    consume(params, schedule, shared, warp);
-  } else if (warp < NUM_CONSUMERS + COEFFICIENT_WARPS) {
-    weigh(params, schedule, shared, warp - NUM_CONSUMERS);
-  } else {
-    produce(params, schedule, shared);
+    consume(params, shared, warp);
+  } else if (warp < LOADER) {
+    weigh(params, shared, warp - NUM_CONSUMERS);
+  } else if (warp == LOADER) {
+    load_chunks(params, share, shared);
+  } else if (is_producer) {
+    produce(params, share, shared);
   }
 }

@@ -1,9 +1,9 @@
 // The coefficient warps: what each token row counts for in each output and in the fold; and the window's ring rows.
 //
 // With D(j, t) the sum of dt over the rows after j up to t, row j weighs exp(A D(j, t)) dt_j (B_j . C_t) in token t, and
-// exp(A D(j, last pending)) dt_j in the fold. As in the generic step, D is a sum of positive numbers and never a
-// difference. A half warp computes one head at a time: lane i has the i-th row that the outputs see, and the i-th
-// pending row. Rows that are not there have dt 0 and are chosen away, so no dead memory reaches a weight.
+// exp(A D(j, last pending)) dt_j in the fold. D is a sum of positive numbers and never a difference. A half warp
+// computes one head at a time: lane i has the i-th row that the outputs see, and the i-th pending row. Rows that are
+// not there have dt 0 and are chosen away, so no dead memory reaches a weight.
 #pragma once
 #include "common/mma.cuh"
 #include "common/softplus.cuh"
@@ -12,8 +12,7 @@
 namespace replay {
 
 constexpr int HALF_WARP = 16;
-constexpr int HEADS_PER_PASS = 2 * COEFFICIENT_WARPS;
-constexpr int HEAD_PASSES = (CHUNK_HEADS + HEADS_PER_PASS - 1) / HEADS_PER_PASS;
+constexpr int HEADS_PER_PASS = 2 * TEAM_WARPS;
 
 struct SuffixSums {
   float from;   // over this row and those after it
@@ -31,25 +30,8 @@ __device__ inline SuffixSums suffix_sums(float value) {
   return {value, row == HALF_WARP - 1 ? 0.0f : after};
 }
 
-// dt of one lane's rows of one head.
-struct LaneTimes {
-  float seen = 0.0f;  // of the row that the outputs see
-  float pending = 0.0f;
-};
-
-__device__ inline LaneTimes load_times(const ChunkTensors& tensors, const ChunkLengths& lengths, int head) {
-  const int row = threadIdx.x % HALF_WARP, token = row - lengths.live();
-  LaneTimes times;
-  if (row < lengths.pending) times.pending = *tensors.dt_ring(tensors.line(lengths.first_pending_row, row), head);
-  if (token < 0) times.seen = times.pending;
-  if (token >= 0 && token < lengths.num_tokens) {
-    times.seen = softplus(tensors.raw_dt(token, head) + tensors.params.dt_bias[head]);
-  }
-  return times;
-}
-
 // scores[t][i] = B_i . C_t for the rows i that the outputs see; the heads of a group share them. Each warp has its own.
-__device__ inline void compute_scores(const ChunkLengths& lengths, ChunkBuffer buffer, float* scores) {
+__device__ inline void compute_scores(const RowLengths& lengths, ChunkBuffer buffer, float* scores) {
   const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
   const int first = lengths.first(), num_rows = lengths.live() + lengths.num_tokens;
   float sums[2][4] = {};  // of rows 0 .. 7 and 8 .. 15
@@ -82,16 +64,21 @@ __device__ inline void compute_scores(const ChunkLengths& lengths, ChunkBuffer b
 
 // The weights of one head's window tokens, in two bfloat16 parts, and what is left of the checkpoint at each token. D
 // is added to a token's weight on its own row. `is_head` is false where the half warp has no head of the chunk.
-__device__ inline void weigh_outputs(const ChunkLengths& lengths, ChunkBuffer buffer, const float* scores, float seen,
-                                     float A, float D, int head, bool is_head) {
+// `before` is over the live pending rows; the window's dt are added token by token.
+__device__ inline void weigh_outputs(const RowLengths& lengths, ChunkBuffer buffer, const float* scores, float seen,
+                                     SuffixSums before, float A, float D, int head, bool is_head) {
   const int row = threadIdx.x % HALF_WARP;
+  float since_checkpoint = __shfl_sync(FULL_WARP, before.from, 0, HALF_WARP);
+  float since_row = row < lengths.live() ? before.after : 0.0f;
 #pragma unroll
   for (int token = 0; token < WINDOW; ++token) {
     const int last = lengths.live() + token;
-    const SuffixSums sums = suffix_sums(row <= last ? seen : 0.0f);
+    const float dt = __shfl_sync(FULL_WARP, seen, last, HALF_WARP);
+    since_checkpoint += dt;
+    if (row < last) since_row += dt;
     float weight = 0.0f;
     if (row <= last && token < lengths.num_tokens) {
-      weight = __expf(A * sums.after) * seen * scores[token * MMA_TOKENS + row] + (row == last ? D : 0.0f);
+      weight = __expf(A * since_row) * seen * scores[token * MMA_TOKENS + row] + (row == last ? D : 0.0f);
     }
     const bfloat16 high = from_float<bfloat16>(weight);
     const bfloat16 low = from_float<bfloat16>(weight - to_float(high));
@@ -100,79 +87,96 @@ __device__ inline void weigh_outputs(const ChunkLengths& lengths, ChunkBuffer bu
       bfloat16* words = reinterpret_cast<bfloat16*>(buffer.weights(head, token) + row % 8 / 2 * 16);
       words[row / 8 * 2 + row % 2] = high;
       words[row / 8 * 2 + row % 2 + 4] = low;
-      if (row == 0) buffer.decays(head)[token] = __expf(A * sums.from);
+      if (row == 0) buffer.decays(head)[token] = __expf(A * since_checkpoint);
     }
   }
 }
 
-__device__ inline void weigh_fold(const ChunkLengths& lengths, ChunkBuffer buffer, float pending, float A, int head,
+// dt of a window token, after softplus.
+__device__ inline float window_time(const ChunkTensors& tensors, ChunkBuffer buffer, int head, int token) {
+  const uint32_t word = *buffer.raw_time(head, token);
+  float raw;
+  if constexpr (sizeof(DT_TYPE) == 4) {
+    raw = bits_to_float(word);
+  } else {
+    const bool is_high = reinterpret_cast<uintptr_t>(tensors.raw_dt(token, head)) & 2;
+    raw = to_float(DT_TYPE{static_cast<uint16_t>(is_high ? word >> 16 : word)});
+  }
+  return softplus(raw + tensors.params.dt_bias[tensors.chunk.first_head + head]);
+}
+
+__device__ inline void weigh_head(const ChunkTensors& tensors, ChunkBuffer buffer, const float* scores, int head,
                                   bool is_head) {
-  const int row = threadIdx.x % HALF_WARP;
+  const Chunk& chunk = tensors.chunk;
+  const RowLengths& lengths = chunk.lengths;
+  const int row = threadIdx.x % HALF_WARP, model_head = chunk.first_head + head;
+  const float A = tensors.params.A[model_head], D = tensors.params.D[model_head];
+  const float pending = row < lengths.pending ? buffer.pending_times(head)[row] : 0.0f;
+  const int token = row - lengths.live();
+  float seen = token < 0 ? pending : 0.0f;
+  if (token >= 0 && token < lengths.num_tokens) {
+    seen = window_time(tensors, buffer, head, token);
+    if (is_head) *tensors.dt_ring(tensors.window_line(token), head) = seen;
+  }
   const SuffixSums sums = suffix_sums(pending);
-  if (!is_head) return;
-  buffer.fold_weights(head)[row] = row < lengths.pending ? __expf(A * sums.after) * pending : 0.0f;
-  if (row == 0) buffer.fold_weights(head)[MMA_TOKENS] = __expf(A * sums.from);
+  const bool is_flush = lengths.is_flush();
+  weigh_outputs(lengths, buffer, scores, seen, is_flush ? SuffixSums{} : sums, A, D, head, is_head);
+  if (is_flush && is_head) {
+    buffer.fold_weights(head)[row] = row < lengths.pending ? __expf(A * sums.after) * pending : 0.0f;
+    if (row == 0) buffer.fold_weights(head)[MMA_TOKENS] = __expf(A * sums.from);
+  }
 }
 
 // Write the window's x and B rows to their rings: rows that this step does not read (R >= W + T). A group's B rows are
-// written with the group's first head alone. One lane a token.
-__device__ inline void append_rows(const ChunkTensors& tensors, const ChunkLengths& lengths, int heads_per_chunk,
-                                   ChunkBuffer buffer) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  if (lane >= lengths.num_tokens) return;
-  const int staged = lengths.pending + lane, line = tensors.line(lengths.first_window_row, lane);
-  ptx::store_bulk(tensors.x_ring(line), buffer.address + ChunkOffsets::X + staged * X_ROW_BYTES,
-                  heads_per_chunk * HEAD_DIM * 2);
-  if (tensors.chunk.first_head % HEADS_PER_GROUP == 0) {
-    ptx::store_bulk(tensors.B_ring(line), buffer.address + ChunkOffsets::B + staged * BC_ROW_BYTES, D_STATE * 2);
-  }
-  ptx::commit_stores();
-}
-
-__device__ inline void weigh_chunk(const ChunkTensors& tensors, const ChunkLengths& lengths, int heads_per_chunk,
-                                   ChunkBuffer buffer, int warp) {
-  const int row = threadIdx.x % HALF_WARP, half = threadIdx.x % WARP_SIZE / HALF_WARP;
-  // The loads of all heads are under way before the first is used.
-  LaneTimes times[HEAD_PASSES];
-#pragma unroll
-  for (int pass = 0; pass < HEAD_PASSES; ++pass) {
-    const int head = pass * HEADS_PER_PASS + warp * 2 + half;
-    if (head < heads_per_chunk) times[pass] = load_times(tensors, lengths, tensors.chunk.first_head + head);
-  }
-  if (warp == 0) append_rows(tensors, lengths, heads_per_chunk, buffer);
-  float* scores = buffer.at<float>(ChunkOffsets::SCORES) + warp * WINDOW * MMA_TOKENS;
-  compute_scores(lengths, buffer, scores);
-#pragma unroll
-  for (int pass = 0; pass < HEAD_PASSES; ++pass) {
-    const int warp_head = pass * HEADS_PER_PASS + warp * 2;
-    if (warp_head >= heads_per_chunk) break;  // for the warp as a whole: the sums need all of its lanes
-    const bool is_head = warp_head + half < heads_per_chunk;
-    const int head = is_head ? warp_head + half : warp_head, model_head = tensors.chunk.first_head + head;
-    const float A = tensors.params.A[model_head], D = tensors.params.D[model_head];
-    weigh_outputs(lengths, buffer, scores, times[pass].seen, A, D, head, is_head);
-    if (lengths.is_flush()) weigh_fold(lengths, buffer, times[pass].pending, A, head, is_head);
-    const int token = row - lengths.live();
-    if (is_head && token >= 0 && token < lengths.num_tokens) {
-      *tensors.dt_ring(tensors.line(lengths.first_window_row, token), model_head) = times[pass].seen;
+// written with the group's first head alone.
+__device__ inline void append_rows(const ChunkTensors& tensors, ChunkBuffer buffer, int warp) {
+  const Chunk& chunk = tensors.chunk;
+  const int thread = warp * WARP_SIZE + threadIdx.x % WARP_SIZE;
+  const bool is_group_start = chunk.first_head % HEADS_PER_GROUP == 0;
+  const int x_pieces = chunk.num_heads * HEAD_DIM / 8, B_pieces = is_group_start ? D_STATE / 8 : 0;
+  for (int token = 0; token < chunk.lengths.num_tokens; ++token) {
+    const int line = tensors.window_line(token), row = chunk.lengths.pending + token;
+    for (int piece = thread; piece < x_pieces + B_pieces; piece += TEAM_WARPS * WARP_SIZE) {
+      const bool is_x = piece < x_pieces;
+      const unsigned char* source = is_x ? buffer.x(row) + piece * 16 : buffer.B(row) + (piece - x_pieces) * 16;
+      ACTIVATION_TYPE* target = is_x ? tensors.x_ring(line) + piece * 8 : tensors.B_ring(line) + (piece - x_pieces) * 8;
+      *reinterpret_cast<Vector16*>(target) = *reinterpret_cast<const Vector16*>(source);
     }
   }
 }
 
-__device__ inline void weigh(const Mamba2Params& params, const Schedule& schedule, const PipelineShared& shared,
-                             int warp) {
+// Bring the constants of the first heads to the cache.
+__device__ inline void touch_weights(const Mamba2Params& params, const Chunk& heads) {
+  const int head = heads.first_head + threadIdx.x % WARP_SIZE;
+  if (head < heads.first_head + heads.num_heads) {
+    ptx::touch(params.A + head);
+    ptx::touch(params.D + head);
+    ptx::touch(params.dt_bias + head);
+  }
+}
+
+// Teams of warps take the chunks in turn.
+__device__ inline void weigh(const Mamba2Params& params, const PipelineShared& shared, int weigher) {
   const bool is_first_lane = threadIdx.x % WARP_SIZE == 0;
-  int turn = 0;
+  const int warp = weigher % TEAM_WARPS, half = threadIdx.x % WARP_SIZE / HALF_WARP;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < schedule.num_chunks; index += gridDim.x, ++turn) {
+  for (int turn = weigher / TEAM_WARPS;; turn += COEFFICIENT_TEAMS) {
     const ChunkBuffer buffer = shared.buffer(turn);
     ptx::barrier_wait(shared.is_chunk_full(turn), parity_of(turn, CHUNK_BUFFERS));
-    const ChunkLengths lengths = buffer.lengths();
-    if (lengths.is_active()) {
-      weigh_chunk({params, schedule.chunk(index), lengths.slot}, lengths, schedule.heads_per_chunk, buffer, warp);
+    const Chunk chunk = buffer.chunk();
+    if (chunk.num_heads == 0) return;
+    if (chunk.lengths.is_active()) {
+      float* scores = buffer.at<float>(ChunkOffsets::SCORES) + warp * WINDOW * MMA_TOKENS;
+      compute_scores(chunk.lengths, buffer, scores);
+      // For the warp as a whole: the sums need all of its lanes.
+      for (int warp_head = warp * 2; warp_head < chunk.num_heads; warp_head += HEADS_PER_PASS) {
+        const bool is_head = warp_head + half < chunk.num_heads;
+        weigh_head({params, chunk}, buffer, scores, is_head ? warp_head + half : warp_head, is_head);
+      }
     }
     __syncwarp();
     if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_weighed(turn));
-    ptx::wait_for_stored_reads();
+    if (chunk.lengths.is_active()) append_rows({params, chunk}, buffer, warp);
     __syncwarp();
     if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_free(turn));
   }

@@ -1,8 +1,8 @@
-// What the warps of the pipelined step share: the memory of a thread block, its barriers, and the order of its work.
+// What the warps of the pipelined step share: the memory of a thread block and its barriers.
 //
 // A *chunk* is up to CHUNK_HEADS neighbouring heads of one (row of the step, group): they share B and C. A *tile* is
-// STAGE_ROWS neighbouring state rows of one head. The producer warp fills chunk buffers and stages, in turn; tile i of
-// a thread block stands in stage i % NUM_STAGES and belongs to the consumer group stage % CONSUMER_GROUPS.
+// STAGE_ROWS neighbouring state rows of one head. Chunks go through the chunk buffers in turn; tile i of a thread block
+// stands in stage i % NUM_STAGES and belongs to the consumer group stage % CONSUMER_GROUPS.
 #pragma once
 #include "common/barrier.cuh"
 #include "common/lanes.cuh"
@@ -21,6 +21,7 @@ constexpr int STAGE_ROWS = STAGE_WARPS * MMA_ROWS;
 constexpr int TILES_PER_HEAD = HEAD_DIM / STAGE_ROWS;
 constexpr int TILE_BYTES = STAGE_ROWS * D_STATE * static_cast<int>(sizeof(STATE_TYPE));
 constexpr int NUM_CONSUMERS = CONSUMER_GROUPS * STAGE_WARPS;
+constexpr int NUM_WEIGHERS = COEFFICIENT_TEAMS * TEAM_WARPS;
 constexpr int TOKEN_ROWS = HISTORY + WINDOW;
 // 16 bytes between rows: eight of them, read at once, then stand in different shared-memory banks.
 constexpr int ROW_PADDING_BYTES = 16;
@@ -33,12 +34,15 @@ constexpr int FOLD_WEIGHTS = MMA_TOKENS + 1;  // one a pending row, then the che
 static_assert(sizeof(ACTIVATION_TYPE) == 2 && D_STATE == 128, "the fragments are laid out for these");
 static_assert(HISTORY <= MMA_TOKENS && WINDOW <= 8, "pending rows fill one product's depth, tokens its columns");
 static_assert(HEAD_DIM % STAGE_ROWS == 0, "tiles cover a head exactly");
-static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0 && (CHUNK_HEADS & (CHUNK_HEADS - 1)) == 0, "chunks halve evenly");
+static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0, "chunks do not cross groups");
+static_assert(WARP_SIZE % CHUNK_HEADS == 0, "lanes share heads and tokens out evenly");
 static_assert(NUM_STAGES % CONSUMER_GROUPS == 0, "a stage has the same group each time, else waits skip a phase");
-static_assert(BLOCK_THREADS == (NUM_CONSUMERS + COEFFICIENT_WARPS + 1) * WARP_SIZE, "specialize.py counts other warps");
+static_assert(CHUNK_BUFFERS >= 2, "a chunk is brought while another is consumed");
+static_assert(BLOCK_THREADS == (NUM_CONSUMERS + NUM_WEIGHERS + 2) * WARP_SIZE, "specialize.py counts other warps");
 
-// Written by the producer, read by everybody else.
-struct ChunkLengths {
+// Lengths of one row of the step, clamped: lengths that break the protocol must not lead outside of shared memory or
+// of a slot's rings.
+struct RowLengths {
   int slot;  // -1: padding
   int checkpoint;
   int pending;
@@ -50,23 +54,37 @@ struct ChunkLengths {
   __device__ bool is_active() const { return slot >= 0 && (num_tokens > 0 || is_flush()); }
   // A checkpoint at position 0 is zero whatever the memory holds.
   __device__ bool has_state() const { return checkpoint > 0; }
+  __device__ bool is_state_read() const { return is_active() && has_state(); }
   // Outputs see the token rows first() .. first() + live() + num_tokens - 1: a flush has put the pending ones into
   // the state. Without a flush pending + WINDOW <= HISTORY, so they are at most MMA_TOKENS either way.
   __device__ int first() const { return is_flush() ? pending : 0; }
   __device__ int live() const { return is_flush() ? 0 : pending; }
 };
 
-// Offsets in a chunk buffer: token rows of x, B and C, then what the coefficient warps make of them.
+// Written to its buffer by the loader warp, read by everybody after it.
+struct Chunk {
+  RowLengths lengths;
+  int row;  // of the step
+  int first_head;
+  int num_heads;  // 0: the thread block has no more chunks
+
+  __device__ int group() const { return first_head / HEADS_PER_GROUP; }
+  __device__ int num_tiles() const { return num_heads * TILES_PER_HEAD; }
+};
+
+// Offsets in a chunk buffer: token rows of x, B and C and dt, then what the coefficient warps make of them.
 struct ChunkOffsets {
   static constexpr int X = 0;
   static constexpr int B = X + TOKEN_ROWS * X_ROW_BYTES;
   static constexpr int C = B + TOKEN_ROWS * BC_ROW_BYTES;
   static constexpr int SCORES = C + WINDOW * BC_ROW_BYTES;
-  static constexpr int WEIGHTS = SCORES + COEFFICIENT_WARPS * WINDOW * MMA_TOKENS * 4;
-  static constexpr int DECAYS = WEIGHTS + CHUNK_HEADS * WINDOW * WEIGHT_BYTES;
+  static constexpr int WEIGHTS = SCORES + TEAM_WARPS * WINDOW * MMA_TOKENS * 4;
+  static constexpr int TIMES = WEIGHTS + CHUNK_HEADS * WINDOW * WEIGHT_BYTES;
+  static constexpr int RAW_TIMES = TIMES + CHUNK_HEADS * HISTORY * 4;
+  static constexpr int DECAYS = RAW_TIMES + CHUNK_HEADS * WINDOW * 4;
   static constexpr int FOLD = DECAYS + CHUNK_HEADS * WINDOW * 4;
-  static constexpr int LENGTHS = FOLD + CHUNK_HEADS * FOLD_WEIGHTS * 4;
-  static constexpr int BYTES = (LENGTHS + static_cast<int>(sizeof(ChunkLengths)) + 127) / 128 * 128;
+  static constexpr int CHUNK = FOLD + CHUNK_HEADS * FOLD_WEIGHTS * 4;
+  static constexpr int BYTES = (CHUNK + static_cast<int>(sizeof(Chunk)) + 127) / 128 * 128;
 };
 
 // One chunk buffer, by its address in either form.
@@ -78,17 +96,23 @@ struct ChunkBuffer {
   __device__ T* at(int offset) const {
     return reinterpret_cast<T*>(base + offset);
   }
-  __device__ ChunkLengths& lengths() const { return *at<ChunkLengths>(ChunkOffsets::LENGTHS); }
+  __device__ Chunk& chunk() const { return *at<Chunk>(ChunkOffsets::CHUNK); }
+  __device__ float* pending_times(int head) const { return at<float>(ChunkOffsets::TIMES) + head * HISTORY; }
+  // Of one window token: the aligned word in which its dt stands.
+  __device__ uint32_t* raw_time(int head, int token) const {
+    return at<uint32_t>(ChunkOffsets::RAW_TIMES) + head * WINDOW + token;
+  }
   __device__ float* decays(int head) const { return at<float>(ChunkOffsets::DECAYS) + head * WINDOW; }
   __device__ float* fold_weights(int head) const { return at<float>(ChunkOffsets::FOLD) + head * FOLD_WEIGHTS; }
   __device__ unsigned char* weights(int head, int token) const {
     return base + ChunkOffsets::WEIGHTS + (head * WINDOW + token) * WEIGHT_BYTES;
   }
-  __device__ const unsigned char* B(int row) const { return base + ChunkOffsets::B + row * BC_ROW_BYTES; }
-  __device__ const unsigned char* C(int token) const { return base + ChunkOffsets::C + token * BC_ROW_BYTES; }
+  __device__ unsigned char* x(int row) const { return base + ChunkOffsets::X + row * X_ROW_BYTES; }
+  __device__ unsigned char* B(int row) const { return base + ChunkOffsets::B + row * BC_ROW_BYTES; }
+  __device__ unsigned char* C(int token) const { return base + ChunkOffsets::C + token * BC_ROW_BYTES; }
 };
 
-// The dynamic shared memory: NUM_STAGES tiles, CHUNK_BUFFERS chunk buffers, the barriers.
+// The dynamic shared memory: NUM_STAGES tiles, CHUNK_BUFFERS chunk buffers, the barriers, the block's share of the work.
 struct PipelineShared {
   unsigned char* base;
   uint32_t address;
@@ -96,7 +120,9 @@ struct PipelineShared {
   static constexpr int BUFFERS = NUM_STAGES * TILE_BYTES;
   static constexpr int BARRIERS = BUFFERS + CHUNK_BUFFERS * ChunkOffsets::BYTES;
   static constexpr int NUM_BARRIERS = 2 * NUM_STAGES + 3 * CHUNK_BUFFERS;
-  static constexpr int BYTES = BARRIERS + 8 * NUM_BARRIERS;
+  static constexpr int SHARE = BARRIERS + 8 * NUM_BARRIERS;
+  static constexpr int SHARE_BYTES = 16 + BLOCK_THREADS / WARP_SIZE * 4;
+  static constexpr int BYTES = (SHARE + SHARE_BYTES + 15) / 16 * 16;
 
   __device__ explicit PipelineShared(void* memory)
       : base(static_cast<unsigned char*>(memory)), address(ptx::shared_address(memory)) {}
@@ -108,7 +134,7 @@ struct PipelineShared {
   __device__ uint32_t barrier(int index) const { return address + BARRIERS + 8 * index; }
   __device__ uint32_t is_stage_full(int stage) const { return barrier(stage); }
   __device__ uint32_t is_stage_free(int stage) const { return barrier(NUM_STAGES + stage); }
-  // The rows and lengths of the chunk are there; its weights are too; everybody is through with it.
+  // The token rows and the description of the chunk are there; its weights are too; everybody is through with it.
   __device__ uint32_t is_chunk_full(int turn) const { return barrier(2 * NUM_STAGES + turn % CHUNK_BUFFERS); }
   __device__ uint32_t is_chunk_weighed(int turn) const {
     return barrier(2 * NUM_STAGES + CHUNK_BUFFERS + turn % CHUNK_BUFFERS);
@@ -123,9 +149,10 @@ struct PipelineShared {
       ptx::barrier_init(is_stage_free(stage), STAGE_WARPS);
     }
     for (int turn = 0; turn < CHUNK_BUFFERS; ++turn) {
-      ptx::barrier_init(is_chunk_full(turn), 1);
-      ptx::barrier_init(is_chunk_weighed(turn), COEFFICIENT_WARPS);
-      ptx::barrier_init(is_chunk_free(turn), NUM_CONSUMERS + COEFFICIENT_WARPS);
+      // Each lane of the loader warp when its copies have come, and the warp when all else is written.
+      ptx::barrier_init(is_chunk_full(turn), WARP_SIZE + 1);
+      ptx::barrier_init(is_chunk_weighed(turn), TEAM_WARPS);
+      ptx::barrier_init(is_chunk_free(turn), NUM_CONSUMERS + TEAM_WARPS);
     }
     ptx::fence_barrier_init();
   }

@@ -78,14 +78,15 @@ __device__ inline void store_outputs(const ChunkTensors& tensors, int num_tokens
 // The tiles of one chunk that are this warp's group's; `count` is the block's number of the chunk's first tile. Two
 // instances, so that the registers of B are taken in a flush alone.
 template <bool IS_FLUSH>
-__device__ inline void consume_tiles(const ChunkTensors& tensors, const ChunkLengths& lengths, int num_tiles,
-                                     const PipelineShared& shared, ChunkBuffer buffer, int warp, int count) {
+__device__ inline void consume_tiles(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
+                                     int warp, int count) {
   const int lane = threadIdx.x % WARP_SIZE;
   const int group = warp / STAGE_WARPS, warp_row = warp % STAGE_WARPS * MMA_ROWS;
   const int first_tile = (group + CONSUMER_GROUPS - count % CONSUMER_GROUPS) % CONSUMER_GROUPS;
   const int lane_offset = (warp_row + lane / 4) * STATE_ROW_BYTES + lane % 4 * 16;
+  const RowLengths& lengths = tensors.chunk.lengths;
   const bool is_active = IS_FLUSH || lengths.is_active(), has_state = lengths.has_state();
-  const int pending = lengths.pending, num_tokens = lengths.num_tokens;
+  const int pending = lengths.pending, num_tokens = lengths.num_tokens, num_tiles = tensors.chunk.num_tiles();
   const WindowC C(buffer, num_tokens);
   PendingB B;
   if (IS_FLUSH) B.load(buffer, pending);
@@ -116,24 +117,23 @@ __device__ inline void consume_tiles(const ChunkTensors& tensors, const ChunkLen
   }
 }
 
-__device__ inline void consume(const Mamba2Params& params, const Schedule& schedule, const PipelineShared& shared,
-                               int warp) {
-  const int num_tiles = schedule.num_tiles();
-  int turn = 0, count = 0;
+__device__ inline void consume(const Mamba2Params& params, const PipelineShared& shared, int warp) {
+  int count = 0;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < schedule.num_chunks; index += gridDim.x, ++turn) {
+  for (int turn = 0;; ++turn) {
     const ChunkBuffer buffer = shared.buffer(turn);
     // Both: what the copies brought is known to be there only to those who waited for the copies.
     ptx::barrier_wait(shared.is_chunk_full(turn), parity_of(turn, CHUNK_BUFFERS));
+    const Chunk chunk = buffer.chunk();
+    if (chunk.num_heads == 0) return;
     ptx::barrier_wait(shared.is_chunk_weighed(turn), parity_of(turn, CHUNK_BUFFERS));
-    const ChunkLengths lengths = buffer.lengths();
-    const ChunkTensors tensors{params, schedule.chunk(index), lengths.slot};
-    if (lengths.is_active() && lengths.is_flush()) {
-      consume_tiles<true>(tensors, lengths, num_tiles, shared, buffer, warp, count);
+    const ChunkTensors tensors{params, chunk};
+    if (chunk.lengths.is_active() && chunk.lengths.is_flush()) {
+      consume_tiles<true>(tensors, shared, buffer, warp, count);
     } else {
-      consume_tiles<false>(tensors, lengths, num_tiles, shared, buffer, warp, count);
+      consume_tiles<false>(tensors, shared, buffer, warp, count);
     }
-    count += num_tiles;
+    count += chunk.num_tiles();
     __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(turn));
   }

@@ -1,42 +1,16 @@
-// Which chunks a thread block works on, and where their tensors are.
+// Which heads a thread block works on, in which chunks, and where a chunk's tensors are.
+//
+// All heads of all rows stand in one line, each as long as the bytes that it must move: a flush writes what others only
+// read, a row without a checkpoint reads none. The thread blocks cut the line into equal parts.
 #pragma once
 #include "mamba2/pipeline/layout.cuh"
 
 namespace replay {
 
-struct Chunk {
-  int row;         // of the step
-  int first_head;  // neighbours from here on
-  int group;
-};
-
-// Thread blocks take chunks in turn: block b has the chunks b, b + gridDim.x, ... Every warp counts them by itself.
-struct Schedule {
-  int heads_per_chunk;
-  int chunks_per_row;
-  int num_chunks;
-
-  // Chunks are made smaller while there are fewer of them than thread blocks.
-  __device__ explicit Schedule(const Mamba2Params& params) : heads_per_chunk(CHUNK_HEADS) {
-    while (heads_per_chunk > 1 && params.num_rows * (N_HEADS / heads_per_chunk) < static_cast<int>(gridDim.x)) {
-      heads_per_chunk /= 2;
-    }
-    chunks_per_row = N_HEADS / heads_per_chunk;
-    num_chunks = params.num_rows * chunks_per_row;
-  }
-
-  __device__ Chunk chunk(int index) const {
-    const int row = index / chunks_per_row, first_head = (index - row * chunks_per_row) * heads_per_chunk;
-    return {row, first_head, first_head / HEADS_PER_GROUP};
-  }
-  __device__ int num_tiles() const { return heads_per_chunk * TILES_PER_HEAD; }
-};
-
-// Lengths that break the protocol must not lead outside of shared memory or of a slot's rings, hence the clamps.
-__device__ inline ChunkLengths read_lengths(const Mamba2Params& params, int row) {
+__device__ inline RowLengths read_lengths(const Mamba2Params& params, int row) {
   const int slot = params.slot_ids[row], past = params.past_lengths[row];
   const int checkpoint = params.checkpoint_lengths[row], num_tokens = params.num_tokens[row];
-  ChunkLengths lengths;
+  RowLengths lengths;
   lengths.slot = slot;
   lengths.checkpoint = max(0, checkpoint);
   lengths.pending = max(0, min(past - checkpoint, HISTORY));
@@ -46,11 +20,126 @@ __device__ inline ChunkLengths read_lengths(const Mamba2Params& params, int row)
   return lengths;
 }
 
+// The length of one head in the line, in rows of x; at least 1, for outputs are written in any case.
+__device__ inline int cost_of_head(const RowLengths& lengths) {
+  constexpr int STATE_COST = D_STATE * static_cast<int>(sizeof(STATE_TYPE) / sizeof(ACTIVATION_TYPE));
+  if (!lengths.is_active()) return 1;
+  // Of the window: x read, its ring row and y written.
+  const int rows = lengths.pending + 3 * lengths.num_tokens + 1;
+  return rows + (lengths.has_state() ? STATE_COST : 0) + (lengths.is_flush() ? STATE_COST : 0);
+}
+
+// A thread block's part of the line: the heads that begin in it.
+struct Share {
+  int64_t begin, end;
+  int row;            // where `begin` is
+  int64_t row_begin;  // of that row
+};
+
+// All threads of the block: one part of the rows each, then a sum over them.
+__device__ inline Share find_share(const Mamba2Params& params, const PipelineShared& shared) {
+  constexpr int NUM_WARPS = BLOCK_THREADS / WARP_SIZE;
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  int64_t* found = reinterpret_cast<int64_t*>(shared.base + PipelineShared::SHARE);
+  int* warp_costs = reinterpret_cast<int*>(found + 2);
+  const int rows_per_thread = (params.num_rows + BLOCK_THREADS - 1) / BLOCK_THREADS;
+  const int first = min(static_cast<int>(threadIdx.x) * rows_per_thread, params.num_rows);
+  const int last = min(first + rows_per_thread, params.num_rows);
+  int cost = 0;
+  for (int row = first; row < last; ++row) cost += cost_of_head(read_lengths(params, row));
+
+  int up_to = cost;  // of this thread's rows and those before them
+#pragma unroll
+  for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
+    const int other = __shfl_up_sync(FULL_WARP, up_to, offset);
+    if (lane >= offset) up_to += other;
+  }
+  if (lane == WARP_SIZE - 1) warp_costs[warp] = up_to;
+  __syncthreads();
+  int before = up_to - cost, all = 0;
+#pragma unroll
+  for (int i = 0; i < NUM_WARPS; ++i) {
+    if (i < warp) before += warp_costs[i];
+    all += warp_costs[i];
+  }
+  const int64_t length = static_cast<int64_t>(all) * N_HEADS;
+  Share share;
+  share.begin = length * blockIdx.x / gridDim.x;
+  share.end = length * (blockIdx.x + 1) / gridDim.x;
+  int64_t row_begin = static_cast<int64_t>(before) * N_HEADS;
+  if (row_begin <= share.begin && share.begin < row_begin + static_cast<int64_t>(cost) * N_HEADS) {
+    int row = first;
+    while (true) {
+      const int64_t next = row_begin + static_cast<int64_t>(cost_of_head(read_lengths(params, row))) * N_HEADS;
+      if (share.begin < next) break;
+      row_begin = next;
+      ++row;
+    }
+    found[0] = row_begin;
+    found[1] = row;
+  }
+  __syncthreads();
+  share.row_begin = found[0];
+  share.row = static_cast<int>(found[1]);
+  return share;
+}
+
+// The chunks of a share, one after the other. Each warp that walks does so by itself, to the same chunks.
+class ChunkWalk {
+ public:
+  __device__ ChunkWalk(const Mamba2Params& params, const Share& share)
+      : params(params), end(share.end), row_begin(share.row_begin), row(share.row) {
+    enter_row(share.begin);
+  }
+
+  // What is left, of the row it is in.
+  __device__ Chunk rest_of_row() const { return {lengths, row, head, last_head - head}; }
+  __device__ int last_head_of_row() const { return last_head; }
+
+  // The next chunk; its num_heads is 0 after the last one.
+  __device__ Chunk next() {
+    while (head >= last_head && row_end() < end) {
+      row_begin = row_end();
+      ++row;
+      enter_row(row_begin);
+    }
+    Chunk chunk;
+    chunk.lengths = lengths;
+    chunk.row = row;
+    chunk.first_head = head;
+    // Ends where chunks from the row's first head on would end.
+    chunk.num_heads = max(0, min(CHUNK_HEADS - head % CHUNK_HEADS, last_head - head));
+    head += chunk.num_heads;
+    return chunk;
+  }
+
+ private:
+  const Mamba2Params& params;
+  int64_t end, row_begin;
+  int row, head, last_head, cost;
+  RowLengths lengths;
+
+  __device__ int64_t row_end() const { return row_begin + static_cast<int64_t>(cost) * N_HEADS; }
+
+  __device__ void enter_row(int64_t begin) {
+    lengths = read_lengths(params, row);
+    cost = cost_of_head(lengths);
+    head = heads_before(begin);
+    last_head = heads_before(end);
+  }
+
+  // Heads of the row that begin before a place in the line.
+  __device__ int heads_before(int64_t place) const {
+    const int64_t distance = place - row_begin;
+    if (distance >= static_cast<int64_t>(cost) * N_HEADS) return N_HEADS;
+    return (static_cast<int>(distance) + cost - 1) / cost;
+  }
+};
+
 // Addresses of a chunk's tensors; x and the x ring at its first head, whose neighbours follow.
 struct ChunkTensors {
   const Mamba2Params& params;
-  Chunk chunk;
-  int slot;
+  const Chunk& chunk;
 
   __device__ const ACTIVATION_TYPE* x(int token) const {
     return static_cast<const ACTIVATION_TYPE*>(params.x) + chunk.row * params.x_stride_batch +
@@ -58,15 +147,15 @@ struct ChunkTensors {
   }
   __device__ const ACTIVATION_TYPE* B(int token) const {
     return static_cast<const ACTIVATION_TYPE*>(params.B) + chunk.row * params.B_stride_batch +
-           token * params.B_stride_token + chunk.group * params.B_stride_group;
+           token * params.B_stride_token + chunk.group() * params.B_stride_group;
   }
   __device__ const ACTIVATION_TYPE* C(int token) const {
     return static_cast<const ACTIVATION_TYPE*>(params.C) + chunk.row * params.C_stride_batch +
-           token * params.C_stride_token + chunk.group * params.C_stride_group;
+           token * params.C_stride_token + chunk.group() * params.C_stride_group;
   }
-  __device__ float raw_dt(int token, int head) const {
-    return to_float(static_cast<const DT_TYPE*>(
-        params.dt)[chunk.row * params.dt_stride_batch + token * params.dt_stride_token + head]);
+  __device__ const DT_TYPE* raw_dt(int token, int head) const {
+    return static_cast<const DT_TYPE*>(params.dt) + chunk.row * params.dt_stride_batch +
+           token * params.dt_stride_token + chunk.first_head + head;
   }
   __device__ ACTIVATION_TYPE* y(int token) const {
     const int64_t line = (static_cast<int64_t>(chunk.row) * params.seq_len + token) * N_HEADS + chunk.first_head;
@@ -74,25 +163,27 @@ struct ChunkTensors {
   }
   // All heads of a chunk and all of their state rows are neighbours.
   __device__ STATE_TYPE* state() const {
-    return static_cast<STATE_TYPE*>(params.ssm_state) + slot * params.ssm_state_stride_slot +
+    return static_cast<STATE_TYPE*>(params.ssm_state) + chunk.lengths.slot * params.ssm_state_stride_slot +
            static_cast<int64_t>(chunk.first_head) * HEAD_DIM * D_STATE;
   }
-  // `line` is a row of the ring; rows after `first` wrap once at most.
-  __device__ int line(int first, int offset) const {
-    const int row = first + offset;
-    return row < params.ring_rows ? row : row - params.ring_rows;
-  }
+  // The rows of the rings: pending ones by their number, the window's by their token. They wrap once at most.
+  __device__ int pending_line(int row) const { return wrap(chunk.lengths.first_pending_row + row); }
+  __device__ int window_line(int token) const { return wrap(chunk.lengths.first_window_row + token); }
   __device__ ACTIVATION_TYPE* x_ring(int line) const {
     const int64_t first = (static_cast<int64_t>(line) * N_HEADS + chunk.first_head) * HEAD_DIM;
-    return static_cast<ACTIVATION_TYPE*>(params.x_ring) + slot * params.x_ring_stride_slot + first;
+    return static_cast<ACTIVATION_TYPE*>(params.x_ring) + chunk.lengths.slot * params.x_ring_stride_slot + first;
   }
   __device__ ACTIVATION_TYPE* B_ring(int line) const {
-    const int64_t first = (static_cast<int64_t>(line) * N_GROUPS + chunk.group) * D_STATE;
-    return static_cast<ACTIVATION_TYPE*>(params.B_ring) + slot * params.B_ring_stride_slot + first;
+    const int64_t first = (static_cast<int64_t>(line) * N_GROUPS + chunk.group()) * D_STATE;
+    return static_cast<ACTIVATION_TYPE*>(params.B_ring) + chunk.lengths.slot * params.B_ring_stride_slot + first;
   }
   __device__ float* dt_ring(int line, int head) const {
-    return params.dt_ring + slot * params.dt_ring_stride_slot + static_cast<int64_t>(line) * N_HEADS + head;
+    const int64_t first = static_cast<int64_t>(line) * N_HEADS + chunk.first_head + head;
+    return params.dt_ring + chunk.lengths.slot * params.dt_ring_stride_slot + first;
   }
+
+ private:
+  __device__ int wrap(int line) const { return line < params.ring_rows ? line : line - params.ring_rows; }
 };
 
 }  // namespace replay

@@ -1,0 +1,107 @@
+// The loader warp: brings a chunk's token rows to its buffer, and never waits for what it loads.
+//
+// Token rows are many and short: copies by threads bring them sooner than the copy engine would, which spends about as
+// long on a row as on a tile. Behind the tiles in memory's queue they would still come late, so the rows of all heads
+// are brought to the cache as soon as a row of the step is entered.
+#pragma once
+#include "mamba2/pipeline/work.cuh"
+
+namespace replay {
+
+constexpr int PIECE = 16 / static_cast<int>(sizeof(ACTIVATION_TYPE));  // elements of one copy
+
+// Pending rows, then the window's, of x and B; then C of the window. No dead ring row is ever read.
+__device__ inline void load_rows(const ChunkTensors& tensors, ChunkBuffer buffer) {
+  constexpr int BC_PIECES = D_STATE / PIECE, BC_ROWS = WARP_SIZE / BC_PIECES;
+  const Chunk& chunk = tensors.chunk;
+  const int lane = threadIdx.x % WARP_SIZE;
+  const int pending = chunk.lengths.pending, num_rows = pending + chunk.lengths.num_tokens;
+  const int x_pieces = chunk.num_heads * (HEAD_DIM / PIECE);
+#pragma unroll 2
+  for (int row = lane / BC_PIECES; row < num_rows + chunk.lengths.num_tokens; row += BC_ROWS) {
+    const ACTIVATION_TYPE* source = row >= num_rows  ? tensors.C(row - num_rows)
+                                    : row >= pending ? tensors.B(row - pending)
+                                                     : tensors.B_ring(tensors.pending_line(row));
+    unsigned char* target = row >= num_rows ? buffer.C(row - num_rows) : buffer.B(row);
+    ptx::copy_async(target + lane % BC_PIECES * 16, source + lane % BC_PIECES * PIECE);
+  }
+#pragma unroll 2
+  for (int row = 0; row < num_rows; ++row) {
+    const ACTIVATION_TYPE* source =
+        row >= pending ? tensors.x(row - pending) : tensors.x_ring(tensors.pending_line(row));
+    for (int piece = lane; piece < x_pieces; piece += WARP_SIZE) {
+      ptx::copy_async(buffer.x(row) + piece * 16, source + piece * PIECE);
+    }
+  }
+}
+
+// dt of the pending rows, as it stands in the ring; and of the window, raw, in words that are aligned.
+__device__ inline void load_times(const ChunkTensors& tensors, ChunkBuffer buffer) {
+  const int lane = threadIdx.x % WARP_SIZE, head = lane % CHUNK_HEADS;
+  if (head >= tensors.chunk.num_heads) return;
+  for (int row = lane / CHUNK_HEADS; row < tensors.chunk.lengths.pending; row += WARP_SIZE / CHUNK_HEADS) {
+    ptx::copy_async_word(buffer.pending_times(head) + row, tensors.dt_ring(tensors.pending_line(row), head));
+  }
+  for (int token = lane / CHUNK_HEADS; token < tensors.chunk.lengths.num_tokens; token += WARP_SIZE / CHUNK_HEADS) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(tensors.raw_dt(token, head)) & ~uintptr_t{3};
+    ptx::copy_async_word(buffer.raw_time(head, token), reinterpret_cast<const void*>(address));
+  }
+}
+
+__device__ inline void prefetch_lines(const void* source, int bytes) {
+  for (int offset = 0; offset < bytes; offset += 128) {
+    ptx::prefetch_line(static_cast<const unsigned char*>(source) + offset);
+  }
+}
+
+// Bring the token rows of many heads to the cache.
+__device__ inline void prefetch_rows(const Mamba2Params& params, const Chunk& heads) {
+  if (!heads.lengths.is_active()) return;
+  const ChunkTensors tensors{params, heads};
+  const int lane = threadIdx.x % WARP_SIZE;
+  const int token = lane - heads.lengths.pending;
+  const int num_groups = (heads.first_head + heads.num_heads - 1) / HEADS_PER_GROUP - heads.group() + 1;
+  const int x_bytes = heads.num_heads * HEAD_DIM * 2;
+  if (token < 0) {
+    const int line = tensors.pending_line(lane);
+    ptx::prefetch_bulk(tensors.x_ring(line), x_bytes);
+    ptx::prefetch_bulk(tensors.B_ring(line), num_groups * D_STATE * 2);
+    prefetch_lines(tensors.dt_ring(line, 0), heads.num_heads * 4);
+  } else if (token < heads.lengths.num_tokens) {
+    ptx::prefetch_bulk(tensors.x(token), x_bytes);
+    prefetch_lines(tensors.raw_dt(token, 0), heads.num_heads * static_cast<int>(sizeof(DT_TYPE)));
+    for (int group = 0; group < num_groups; ++group) {
+      ptx::prefetch_bulk(tensors.B(token) + group * params.B_stride_group, D_STATE * 2);
+      ptx::prefetch_bulk(tensors.C(token) + group * params.C_stride_group, D_STATE * 2);
+    }
+  }
+}
+
+__device__ inline void load_chunks(const Mamba2Params& params, const Share& share, const PipelineShared& shared) {
+  const bool is_first_lane = threadIdx.x % WARP_SIZE == 0;
+  ChunkWalk walk(params, share);
+  int prefetched_row = share.row;
+  // Each team of coefficient warps must see an end.
+  for (int turn = 0, num_ends = 0; num_ends < COEFFICIENT_TEAMS; ++turn) {
+    const Chunk chunk = walk.next();
+    const ChunkBuffer buffer = shared.buffer(turn);
+    if (chunk.num_heads > 0 && chunk.row != prefetched_row) {
+      prefetch_rows(params, {chunk.lengths, chunk.row, chunk.first_head, walk.last_head_of_row() - chunk.first_head});
+      prefetched_row = chunk.row;
+    }
+    if (turn >= CHUNK_BUFFERS) ptx::barrier_wait(shared.is_chunk_free(turn), parity_of(turn, CHUNK_BUFFERS) ^ 1);
+    if (is_first_lane) buffer.chunk() = chunk;
+    if (chunk.num_heads == 0) {
+      ++num_ends;
+    } else if (chunk.lengths.is_active()) {
+      const ChunkTensors tensors{params, chunk};
+      load_rows(tensors, buffer);
+      load_times(tensors, buffer);
+    }
+    ptx::barrier_arrive_after_copies(shared.is_chunk_full(turn));
+    __syncwarp();
+    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_full(turn));
+  }
+}
+
+}  // namespace replay
