@@ -69,6 +69,11 @@ def is_exact(architecture: str) -> bool:
     return architecture.endswith("a")
 
 
+def has_dependent_launch(architecture: str) -> bool:
+    """Say whether a kernel may start before the one before it has finished: since compute capability 9.0."""
+    return capability_of(architecture) >= 90
+
+
 def _entry(specialization: Specialization, role: Role, architecture: str) -> KernelEntry:
     shape = specialization.launch_shape(role)
     return KernelEntry(
@@ -80,5 +85,6 @@ def _entry(specialization: Specialization, role: Role, architecture: str) -> Ker
         block_x=shape.block_x,
         dynamic_shared_bytes=shape.dynamic_shared_bytes,
         is_persistent=shape.is_persistent,
+        is_dependent_launch=shape.is_dependent_launch and has_dependent_launch(architecture),
         cubin=build.compile_kernel(specialization, role, architecture),
     )

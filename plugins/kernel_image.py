@@ -6,8 +6,9 @@ integers are little-endian.
     header   magic "RSSMKIMG", uint32 version, uint32 entry count, char[256] constants
     entry    char[32] role, char[64] symbol, int32 compute capability (10 * major + minor),
              int32 is_exact (1: runs on that capability alone, as sm_90a; 0: also on later minors of the same major),
-             int32 grid_x, int32 block_x, int32 dynamic_shared_bytes, int32 is_persistent, uint64 cubin offset
-             from the image's start, uint64 cubin bytes
+             int32 grid_x, int32 block_x, int32 dynamic_shared_bytes, int32 is_persistent,
+             int32 is_dependent_launch, 4 bytes of padding, uint64 cubin offset from the image's start,
+             uint64 cubin bytes
     cubins   entries may share one
 
 ``constants`` is what the kernels were compiled for (``specialize.constants_of``); a plugin refuses an image whose
@@ -15,6 +16,7 @@ constants are not those of its tensors and fields.
 
 A kernel is launched with block (block_x, 1, 1) and grid (grid_x, rows of the step, 1), a persistent one with grid
 (min(multiprocessors of the device, rows * grid_x), 1, 1); its single argument is the ``Params`` struct of its folder.
+One with is_dependent_launch is launched with programmatic stream serialization.
 Roles: "step" (window of at most 1 + max_draft_len tokens), "prefill" (longer), and, where there is one,
 "pipelined_step" (as "step", for tensors in 16-byte pieces).
 """
@@ -26,9 +28,9 @@ from dataclasses import dataclass
 from trtllm_replayssm.errors import BuildError
 
 MAGIC = b"RSSMKIMG"
-VERSION = 3
+VERSION = 4
 _HEADER = struct.Struct("<8sII256s")
-_ENTRY = struct.Struct("<32s64siiiiiiQQ")
+_ENTRY = struct.Struct("<32s64siiiiiii4xQQ")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class KernelEntry:
     dynamic_shared_bytes: int
     cubin: bytes
     is_persistent: bool = False
+    is_dependent_launch: bool = False
 
 
 def pack(constants: str, entries: Sequence[KernelEntry]) -> bytes:
@@ -64,6 +67,7 @@ def pack(constants: str, entries: Sequence[KernelEntry]) -> bytes:
             entry.block_x,
             entry.dynamic_shared_bytes,
             int(entry.is_persistent),
+            int(entry.is_dependent_launch),
             offsets[entry.cubin],
             len(entry.cubin),
         )
@@ -94,7 +98,7 @@ def unpack(image: bytes) -> tuple[str, tuple[KernelEntry, ...]]:
 
 
 def _read_entry(image: bytes, index: int) -> KernelEntry:
-    role, symbol, capability, exact, grid, block, shared, persistent, offset, size = _ENTRY.unpack_from(
+    role, symbol, capability, exact, grid, block, shared, persistent, dependent, offset, size = _ENTRY.unpack_from(
         image, _HEADER.size + index * _ENTRY.size
     )
     if offset + size > len(image):
@@ -112,4 +116,5 @@ def _read_entry(image: bytes, index: int) -> KernelEntry:
         dynamic_shared_bytes=shared,
         cubin=image[offset : offset + size],
         is_persistent=bool(persistent),
+        is_dependent_launch=bool(dependent),
     )

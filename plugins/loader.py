@@ -10,7 +10,7 @@ import torch
 
 from trtllm_replayssm.errors import BackendError, OpArgumentError
 from trtllm_replayssm.plugins import build
-from trtllm_replayssm.plugins.compile_image import architecture_of
+from trtllm_replayssm.plugins.compile_image import architecture_of, has_dependent_launch
 from trtllm_replayssm.plugins.specialize import MAX_ROWS, LaunchShape, Role, Specialization
 
 # A kernel gets more dynamic shared memory than this only after asking for it (CUDA programming guide).
@@ -27,12 +27,14 @@ class LoadedKernel:
         shape: its grid, block and shared memory.
         code: the ``cuda.core.ObjectCode`` that keeps it loaded.
         num_multiprocessors: of the device.
+        is_dependent: launched with programmatic stream serialization.
     """
 
     function: Any
     shape: LaunchShape
     code: Any
     num_multiprocessors: int
+    is_dependent: bool
 
 
 @cache
@@ -55,7 +57,8 @@ def load(specialization: Specialization, role: Role, device_index: int) -> Loade
         BackendError: cuda-core or NVRTC is not installed, or the driver refuses.
         BuildError: NVRTC refuses the sources.
     """
-    cubin = build.compile_kernel(specialization, role, device_architecture(device_index))
+    architecture = device_architecture(device_index)
+    cubin = build.compile_kernel(specialization, role, architecture)
     shape = specialization.launch_shape(role)
     driver: Any = build.cuda_module("bindings.driver")
     core: Any = build.cuda_module("core")
@@ -67,9 +70,10 @@ def load(specialization: Specialization, role: Role, device_index: int) -> Loade
         device = driver.CUdevice(device_index)
         handle = driver.CUkernel(int(kernel.handle))
         _check(shape.symbol, *driver.cuKernelSetAttribute(attribute, shape.dynamic_shared_bytes, handle, device))
-    # A launch takes a CUkernel wherever it takes a CUfunction (CUDA driver API, cuLaunchKernel).
+    # A launch takes a CUkernel wherever it takes a CUfunction (CUDA driver API, cuLaunchKernelEx).
     num_multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
-    return LoadedKernel(driver.CUfunction(int(kernel.handle)), shape, code, num_multiprocessors)
+    is_dependent = shape.is_dependent_launch and has_dependent_launch(architecture)
+    return LoadedKernel(driver.CUfunction(int(kernel.handle)), shape, code, num_multiprocessors, is_dependent)
 
 
 def launch(kernel: LoadedKernel, params: ctypes.Structure, num_rows: int, device: torch.device) -> None:
@@ -91,16 +95,31 @@ def launch(kernel: LoadedKernel, params: ctypes.Structure, num_rows: int, device
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     with torch.cuda.device(device):
         _make_device_current(device.index)
-        result = driver.cuLaunchKernel(
-            kernel.function,
-            *kernel.shape.grid(num_rows, kernel.num_multiprocessors),
-            *(kernel.shape.block_x, 1, 1),
-            kernel.shape.dynamic_shared_bytes,
-            driver.CUstream(torch.cuda.current_stream(device).cuda_stream),
-            ctypes.addressof(arguments),
-            0,
-        )
+        config = _launch_config(kernel, num_rows, torch.cuda.current_stream(device).cuda_stream)
+        result = driver.cuLaunchKernelEx(config, kernel.function, ctypes.addressof(arguments), 0)
     _check(kernel.shape.symbol, *result)
+
+
+def _launch_config(kernel: LoadedKernel, num_rows: int, stream: int) -> Any:
+    driver: Any = build.cuda_module("bindings.driver")
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = kernel.shape.grid(num_rows, kernel.num_multiprocessors)
+    config.blockDimX, config.blockDimY, config.blockDimZ = kernel.shape.block_x, 1, 1
+    config.sharedMemBytes = kernel.shape.dynamic_shared_bytes
+    config.hStream = driver.CUstream(stream)
+    if kernel.is_dependent:
+        config.attrs = [_stream_serialization()]
+        config.numAttrs = 1
+    return config
+
+
+@cache
+def _stream_serialization() -> Any:
+    driver: Any = build.cuda_module("bindings.driver")
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def _make_device_current(device_index: int) -> None:

@@ -52,6 +52,8 @@ class LaunchShape:
         block_x: threads per block.
         dynamic_shared_bytes: dynamic shared memory per block, in bytes.
         is_persistent: see above.
+        is_dependent_launch: it may start before the kernel before it has finished, where the GPU can do so: it waits
+            by itself (``kernels/common/dependent_launch.cuh``).
     """
 
     symbol: str
@@ -59,6 +61,7 @@ class LaunchShape:
     block_x: int
     dynamic_shared_bytes: int
     is_persistent: bool = False
+    is_dependent_launch: bool = True
 
     def grid(self, num_rows: int, num_multiprocessors: int) -> tuple[int, int, int]:
         """Return the grid for the rows of a step on a device with this many multiprocessors."""

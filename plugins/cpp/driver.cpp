@@ -42,7 +42,7 @@ LoadedDriver load() {
   find(library, "cuModuleLoadData", driver.module_load, error);
   find(library, "cuModuleGetFunction", driver.module_function, error);
   find(library, "cuFuncSetAttribute", driver.function_set_attribute, error);
-  find(library, "cuLaunchKernel", driver.launch, error);
+  find(library, "cuLaunchKernelEx", driver.launch, error);
   find(library, "cuMemcpyDtoDAsync_v2", driver.copy_on_device, error);
   if (error.empty()) error = driver.fault("cuInit", driver.init(0));
   return loaded;

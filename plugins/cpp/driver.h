@@ -18,6 +18,27 @@ using CuDevice = int;
 using CuResult = int;
 using CuAddress = unsigned long long;
 
+// An attribute of a launch: its number, then 64 bytes of value.
+struct LaunchAttribute {
+  int id;
+  int padding;
+  union {
+    int number;
+    unsigned char bytes[64];
+  } value;
+};
+static_assert(sizeof(LaunchAttribute) == 72, "the driver's CUlaunchAttribute");
+
+struct LaunchConfig {
+  unsigned int grid_x, grid_y, grid_z;
+  unsigned int block_x, block_y, block_z;
+  unsigned int shared_bytes;
+  cudaStream_t stream;
+  LaunchAttribute* attributes;
+  unsigned int num_attributes;
+};
+static_assert(sizeof(LaunchConfig) == 56, "the driver's CUlaunchConfig");
+
 struct Driver {
   CuResult (*init)(unsigned int flags);
   CuResult (*get_error_name)(CuResult result, const char** name);
@@ -28,15 +49,13 @@ struct Driver {
   CuResult (*module_load)(CuModule* module, const void* image);
   CuResult (*module_function)(CuFunction* function, CuModule module, const char* symbol);
   CuResult (*function_set_attribute)(CuFunction function, int attribute, int value);
-  CuResult (*launch)(CuFunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
-                     unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
-                     cudaStream_t stream, void** parameters, void** extra);
+  CuResult (*launch)(const LaunchConfig* config, CuFunction function, void** parameters, void** extra);
   CuResult (*copy_on_device)(CuAddress destination, CuAddress source, std::size_t bytes, cudaStream_t stream);
 
   // The process's driver, loaded and initialised once. Null with `error` set where there is none.
   static const Driver* get(std::string& error);
 
-  // "cuLaunchKernel: CUDA_ERROR_INVALID_VALUE", or an empty string for success.
+  // "cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE", or an empty string for success.
   std::string fault(const char* call, CuResult result) const;
 };
 

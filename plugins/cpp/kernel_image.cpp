@@ -33,12 +33,14 @@ struct Record {
   int32_t block_x;
   int32_t dynamic_shared_bytes;
   int32_t is_persistent;
+  int32_t is_dependent_launch;
+  int32_t padding;
   uint64_t cubin_offset;
   uint64_t cubin_bytes;
 };
 
 static_assert(sizeof(Header) == 272, "plugins/kernel_image.py packs the header in 272 bytes");
-static_assert(sizeof(Record) == 136, "plugins/kernel_image.py packs an entry in 136 bytes");
+static_assert(sizeof(Record) == 144, "plugins/kernel_image.py packs an entry in 144 bytes");
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the kernel image is little-endian and is read in place"
 #endif
@@ -145,7 +147,8 @@ bool KernelImage::parse(std::string& error) {
                       record.dynamic_shared_bytes,
                       static_cast<std::size_t>(record.cubin_offset),
                       static_cast<std::size_t>(record.cubin_bytes),
-                      record.is_persistent != 0};
+                      record.is_persistent != 0,
+                      record.is_dependent_launch != 0};
     std::string fault = entry_fault(entry, table_end, bytes_.size());
     if (fault.empty() && !seen.insert({entry.role, entry.compute_capability, entry.is_exact}).second) {
       fault = concat("it is the second one of role \"", entry.role, "\" for the same architecture");

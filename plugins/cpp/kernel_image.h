@@ -9,7 +9,7 @@
 
 namespace replayssm {
 
-constexpr uint32_t kKernelImageVersion = 3;
+constexpr uint32_t kKernelImageVersion = 4;
 
 // One launchable kernel for one architecture.
 struct KernelEntry {
@@ -22,7 +22,8 @@ struct KernelEntry {
   int32_t dynamic_shared_bytes;
   std::size_t cubin_offset;
   std::size_t cubin_bytes;
-  bool is_persistent;  // true: its grid is min(multiprocessors, rows * grid_x), 1, 1
+  bool is_persistent;        // true: its grid is min(multiprocessors, rows * grid_x), 1, 1
+  bool is_dependent_launch;  // true: launched with programmatic stream serialization, since 9.0
 };
 
 // Immutable and shared: equal images of one process are one object, however many layers carry a copy.

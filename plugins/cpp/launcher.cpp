@@ -14,10 +14,16 @@ namespace {
 constexpr int kMaxDynamicSharedBytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kSharedBytesWithoutAsking = 48 * 1024;  // more must be asked for by the attribute above
 
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start before the one before it in the stream
+// has finished; it waits by itself (kernels/common/dependent_launch.cuh).
+constexpr int kStreamSerialization = 6;
+constexpr int32_t kStreamSerializationSince = 90;  // compute capability
+
 struct Kernel {
   const KernelEntry* entry = nullptr;
   CuFunction function = nullptr;
-  int multiprocessors = 0;  // of the device; asked for persistent kernels alone
+  int multiprocessors = 0;    // of the device; asked for persistent kernels alone
+  bool is_dependent = false;  // launched with kStreamSerialization
 };
 
 // An image has this role for some devices only; everywhere else kGenericRole does its work.
@@ -89,6 +95,7 @@ class KernelCache {
       return concat("no ", role, " kernel for compute capability ", capability_text(capability),
                     "; the engine carries ", image->capabilities(), ". Build it for this device as well");
     }
+    kernel.is_dependent = kernel.entry->is_dependent_launch && capability >= kStreamSerializationSince;
     if (kernel.entry->is_persistent) fault = read_multiprocessor_count(driver, device, kernel.multiprocessors);
     if (!fault.empty()) return fault;
     CuModule module = nullptr;
@@ -162,11 +169,21 @@ std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const
     grid_y = 1;
   }
   void* parameters[] = {argument.bytes};
-  const CuResult result =
-      driver->launch(kernel.function, static_cast<unsigned int>(grid_x), static_cast<unsigned int>(grid_y), 1,
-                     static_cast<unsigned int>(entry.block_x), 1, 1,
-                     static_cast<unsigned int>(entry.dynamic_shared_bytes), stream, parameters, nullptr);
-  return driver->fault("cuLaunchKernel", result);
+  LaunchAttribute serialization{};
+  serialization.id = kStreamSerialization;
+  serialization.value.number = 1;
+  LaunchConfig config{};
+  config.grid_x = static_cast<unsigned int>(grid_x);
+  config.grid_y = static_cast<unsigned int>(grid_y);
+  config.block_x = static_cast<unsigned int>(entry.block_x);
+  config.grid_z = config.block_y = config.block_z = 1;
+  config.shared_bytes = static_cast<unsigned int>(entry.dynamic_shared_bytes);
+  config.stream = stream;
+  if (kernel.is_dependent) {
+    config.attributes = &serialization;
+    config.num_attributes = 1;
+  }
+  return driver->fault("cuLaunchKernelEx", driver->launch(&config, kernel.function, parameters, nullptr));
 }
 
 std::string copy_on_device(void* destination, const void* source, std::size_t bytes, cudaStream_t stream) {

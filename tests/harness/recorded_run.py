@@ -71,12 +71,13 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Launch:
-    """One cuLaunchKernel."""
+    """One cuLaunchKernelEx; attributes as "id=value,"."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
     stream: int
+    attributes: str
     argument: bytes
 
 
@@ -103,10 +104,11 @@ class Recording:
     def launches(self) -> list[Launch]:
         """Return the kernel launches."""
         found = []
-        for details in self.named("cuLaunchKernel"):
-            *numbers, argument = details.split()
+        for details in self.named("cuLaunchKernelEx"):
+            *numbers, attributes, argument = details.split()
             n = [int(number) for number in numbers]
-            found.append(Launch((n[0], n[1], n[2]), (n[3], n[4], n[5]), n[6], n[7], bytes.fromhex(argument)))
+            shape = (n[0], n[1], n[2]), (n[3], n[4], n[5]), n[6], n[7]
+            found.append(Launch(*shape, attributes.strip("[]"), bytes.fromhex(argument)))
         return found
 
 

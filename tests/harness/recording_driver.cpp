@@ -104,18 +104,37 @@ DRIVER_EXPORT int cuFuncSetAttribute(void*, int attribute, int value) {
   return note("cuFuncSetAttribute", std::to_string(attribute) + " " + std::to_string(value));
 }
 
-DRIVER_EXPORT int cuLaunchKernel(void* function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
-                                 unsigned int block_x, unsigned int block_y, unsigned int block_z,
-                                 unsigned int shared_bytes, void* stream, void** parameters, void** extra) {
+// CUlaunchAttribute and CUlaunchConfig, as the driver's headers lay them out.
+struct Attribute {
+  int id;
+  char padding[4];
+  int value[16];
+};
+
+struct Config {
+  unsigned int grid[3], block[3];
+  unsigned int shared_bytes;
+  void* stream;
+  const Attribute* attributes;
+  unsigned int num_attributes;
+};
+
+DRIVER_EXPORT int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void** extra) {
   if (function == nullptr || extra != nullptr) return kInvalidValue;
+  const unsigned int *grid = config->grid, *block = config->block;
   if (function != &function_handle) {
-    reinterpret_cast<Emulate>(function)(parameters[0], static_cast<int>(grid_x), static_cast<int>(grid_y), 0);
+    reinterpret_cast<Emulate>(function)(parameters[0], static_cast<int>(grid[0]), static_cast<int>(grid[1]), 0);
     return kSuccess;
   }
+  std::string attributes;
+  for (unsigned int i = 0; i < config->num_attributes; ++i) {
+    const Attribute& attribute = config->attributes[i];
+    attributes += std::to_string(attribute.id) + "=" + std::to_string(attribute.value[0]) + ",";
+  }
   char text[256];
-  std::snprintf(text, sizeof text, "%u %u %u %u %u %u %u %llu ", grid_x, grid_y, grid_z, block_x, block_y, block_z,
-                shared_bytes, reinterpret_cast<unsigned long long>(stream));
-  return note("cuLaunchKernel", text + hex(parameters[0], argument_bytes));
+  std::snprintf(text, sizeof text, "%u %u %u %u %u %u %u %llu ", grid[0], grid[1], grid[2], block[0], block[1],
+                block[2], config->shared_bytes, reinterpret_cast<unsigned long long>(config->stream));
+  return note("cuLaunchKernelEx", text + ("[" + attributes + "] ") + hex(parameters[0], argument_bytes));
 }
 
 DRIVER_EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long destination, unsigned long long source, std::size_t bytes,

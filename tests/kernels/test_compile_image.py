@@ -51,12 +51,12 @@ def test_an_image_holds_both_roles_for_every_architecture_once(image: bytes) -> 
 def test_an_image_carries_the_pipelined_step_where_there_is_one(own_cache: None) -> None:
     mamba2 = Mamba2Specialization(8, 16, 128, 2, 4, 0, "bfloat16", "float32", "bfloat16")
     _, entries = unpack(kernel_image(mamba2, ["sm_80", "sm_90a"]))
-    assert [(e.role, e.compute_capability, e.is_persistent) for e in entries] == [
-        ("step", 80, False),
-        ("prefill", 80, False),
-        ("step", 90, False),
-        ("prefill", 90, False),
-        ("pipelined_step", 90, True),
+    assert [(e.role, e.compute_capability, e.is_persistent, e.is_dependent_launch) for e in entries] == [
+        ("step", 80, False, False),
+        ("prefill", 80, False, False),
+        ("step", 90, False, True),
+        ("prefill", 90, False, True),
+        ("pipelined_step", 90, True, True),
     ]
     shape = mamba2.launch_shape("pipelined_step")
     found = entries[-1]

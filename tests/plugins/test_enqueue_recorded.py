@@ -125,8 +125,8 @@ def test_attachment_loads_all_kernels_so_that_launches_can_be_captured(io: Plugi
     names = [name for name, _ in recording.driver_calls]
     assert names.count("cuModuleLoadData") == 1, "both entries share the cubin"
     assert recording.named("cuModuleGetFunction") == ["symbol_step", "symbol_prefill"]
-    first_launch = names.index("cuLaunchKernel")
-    assert set(names[first_launch:]) == {"cuLaunchKernel"}
+    first_launch = names.index("cuLaunchKernelEx")
+    assert set(names[first_launch:]) == {"cuLaunchKernelEx"}
 
 
 @every_plugin
@@ -215,6 +215,18 @@ def test_a_tensor_that_is_not_in_16_byte_pieces_takes_the_generic_step(name: str
     assert [launch.grid for launch in recording.launches()] == [(11, 2, 1)]
 
 
+@every_plugin
+@pytest.mark.parametrize(("device", "attributes"), [(90, "6=1,"), (100, "6=1,"), (120, "6=1,"), (89, "")])
+def test_a_kernel_that_waits_by_itself_is_launched_before_the_one_before_it_has_finished(
+    io: PluginIO, device: int, attributes: str
+) -> None:
+    changes = {"compute_capability": device, "is_dependent_launch": True}
+    image = image_of(io, entry("step", **changes), entry("prefill", **changes | {"is_dependent_launch": False}))
+    recording = run(scenario(io, call_of(io, 2, 1), call_of(io, 2, 40), image=image, compute_capability=device))
+    require_quiet(recording)
+    assert [launch.attributes for launch in recording.launches()] == [attributes, ""]
+
+
 def test_a_device_without_a_pipelined_step_takes_the_generic_one() -> None:
     others = [entry(role, compute_capability=80, symbol=f"sm80_{role}") for role in ("step", "prefill")]
     image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined(), *others)
@@ -243,8 +255,8 @@ def test_a_state_at_another_address_is_copied_first_and_warned_about_once(io: Pl
     assert recording.named("cuMemcpyDtoDAsync") == [f"{destination} {source} {size} {s}" for s in (5, 0)]
     assert recording.messages.count("has another address than its input") == 1
     assert recording.messages.startswith(f'warning: [trtllm_replayssm] {io.op_type} "layer": output {name}')
-    order = [n for n, _ in recording.driver_calls if n in ("cuMemcpyDtoDAsync", "cuLaunchKernel")]
-    assert order == ["cuMemcpyDtoDAsync", "cuLaunchKernel"] * 2
+    order = [n for n, _ in recording.driver_calls if n in ("cuMemcpyDtoDAsync", "cuLaunchKernelEx")]
+    assert order == ["cuMemcpyDtoDAsync", "cuLaunchKernelEx"] * 2
     for launch, call in zip(recording.launches(), calls, strict=True):
         require_params(io, launch, call)
 
@@ -257,7 +269,7 @@ def test_a_state_at_another_address_is_copied_first_and_warned_about_once(io: Pl
         ("cuModuleLoadData", "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE for the step kernel of 9.0"),
         ("cuModuleGetFunction", "cuModuleGetFunction: CUDA_ERROR_INVALID_VALUE for the symbol symbol_step"),
         ("cuFuncSetAttribute", "cuFuncSetAttribute: CUDA_ERROR_INVALID_VALUE for 50000 bytes of shared memory"),
-        ("cuLaunchKernel", "cuLaunchKernel: CUDA_ERROR_INVALID_VALUE"),
+        ("cuLaunchKernelEx", "cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE"),
         ("cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync: CUDA_ERROR_INVALID_VALUE"),
     ],
 )

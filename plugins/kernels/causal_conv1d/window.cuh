@@ -5,6 +5,7 @@
 // overwrites history that another one still reads, whatever the length of the window.
 #pragma once
 #include "causal_conv1d/channels.cuh"
+#include "common/dependent_launch.cuh"
 
 namespace replay {
 
@@ -90,6 +91,8 @@ __device__ inline void convolve_tile(const ConvRow& row, const Taps& taps, int f
 }
 
 __device__ inline void run_window(const CausalConv1dParams& params) {
+  wait_for_previous();
+  let_next_start();
   const int split = blockIdx.x % TOKEN_SPLITS;
   const int channel = (blockIdx.x / TOKEN_SPLITS * BLOCK_THREADS + threadIdx.x) * CHANNELS_PER_THREAD;
   if (channel >= CONV_DIM) return;

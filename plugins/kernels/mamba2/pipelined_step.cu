@@ -6,6 +6,7 @@
 // write outputs. plugins/pipeline_shape.py chooses the numbers, and says which shapes this kernel is for; the launch
 // says which layouts. Tensors: params.h, here with x, B and C in 16-byte pieces and the heads of x as neighbours.
 // Outputs: a state in fp32 is rounded to tf32 where C multiplies it, sums are fp32; the checkpoint is as in step.cu.
+#include "common/dependent_launch.cuh"
 #include "mamba2/pipeline/coefficients.cuh"
 #include "mamba2/pipeline/loader.cuh"
 #include "mamba2/pipeline/outputs.cuh"
@@ -14,6 +15,8 @@
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     replay_mamba2_pipelined_step(const __grid_constant__ Mamba2Params params) {
   using namespace replay;
+  wait_for_previous();
+  let_next_start();
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const PipelineShared shared(shared_memory);
   const int warp = threadIdx.x / WARP_SIZE;

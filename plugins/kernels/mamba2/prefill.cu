@@ -3,6 +3,7 @@
 // Reads the checkpoint (not at all when f = 0), the pending ring rows and the window; writes the outputs and, once, the
 // checkpoint of position c + n. Ring rows are not written: afterwards nothing is pending. Tensors: params.h.
 // Arithmetic is fp32, token by token; outputs and checkpoint are rounded once.
+#include "common/dependent_launch.cuh"
 #include "mamba2/scan.cuh"
 
 static_assert(2 * replay::ChunkShared::BYTES == DYNAMIC_SHARED_BYTES, "specialize.py counts shared memory differently");
@@ -11,6 +12,8 @@ static_assert(CHUNK_SIZE <= BLOCK_THREADS, "every token of a chunk has a thread 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
     replay_mamba2_prefill(const __grid_constant__ Mamba2Params params) {
   using namespace replay;
+  wait_for_previous();
+  let_next_start();
   extern __shared__ Vector16 shared_memory[];
   const Row row(params, params.ring_rows);
   const Tensors tensors{params, row};

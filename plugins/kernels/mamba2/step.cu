@@ -4,6 +4,7 @@
 // rows and outputs, and, when c - f + T > W, the checkpoint with the pending rows folded in. Tensors: params.h.
 // Arithmetic is fp32; x and B ring rows are the inputs bit by bit; outputs and checkpoint are rounded once.
 // Not done here: no token is committed, and no length is written.
+#include "common/dependent_launch.cuh"
 #include "mamba2/fold.cuh"
 #include "mamba2/weights.cuh"
 #include "mamba2/window.cuh"
@@ -13,6 +14,8 @@ static_assert(replay::StepShared::BYTES == DYNAMIC_SHARED_BYTES, "specialize.py 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
     replay_mamba2_step(const __grid_constant__ Mamba2Params params) {
   using namespace replay;
+  wait_for_previous();
+  let_next_start();
   extern __shared__ Vector16 shared_memory[];
   const StepShared shared(shared_memory);
   const Row row(params, HISTORY);
