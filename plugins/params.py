@@ -29,7 +29,7 @@ class Mamba2Params(ctypes.Structure):
         *_fields(ctypes.c_int64, "B_stride_batch B_stride_token B_stride_group"),
         *_fields(ctypes.c_int64, "C_stride_batch C_stride_token C_stride_group"),
         *_fields(ctypes.c_int64, "ssm_state_stride_slot x_ring_stride_slot B_ring_stride_slot dt_ring_stride_slot"),
-        *_fields(ctypes.c_int32, "seq_len ring_rows num_rows"),
+        *_fields(ctypes.c_int32, "seq_len ring_rows num_rows num_slots"),
     ]
 
 
@@ -63,6 +63,7 @@ def mamba2_params(tensors: tuple[Tensor, ...], y: Tensor) -> Mamba2Params:
         x.shape[1],
         pools[1].shape[1],
         x.shape[0],
+        pools[0].shape[0],
     )
 
 

@@ -112,6 +112,7 @@ void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&
   params.seq_len = static_cast<int32_t>(S);
   params.ring_rows = static_cast<int32_t>(R);
   params.num_rows = static_cast<int32_t>(dimensions['B']);
+  params.num_slots = static_cast<int32_t>(dimensions['s']);
   argument.set(params);
 }
 

@@ -67,6 +67,7 @@ def expected_params(io: PluginIO, call: Call) -> ctypes.Structure:
         "seq_len": shapes["x"][1],
         "ring_rows": shapes[ring][1],
         "num_rows": shapes["x"][0],
+        "num_slots": shapes["ssm_state"][0] if "ssm_state" in shapes else None,
         "activation": INTS[io.op_type].get("activation"),
     }
     params = PARAMS[io.op_type]()

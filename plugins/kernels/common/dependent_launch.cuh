@@ -8,7 +8,8 @@
 // - Before wait_for_previous() nothing is written, and no tensor is read: lengths, slots and weights may have been
 //   written by whatever ran just before, a kernel that is not ours included, and that a kernel's blocks have ended
 //   does not make their stores visible. Reading `params`, setting up shared memory and prefetches into L2, where later
-//   stores arrive as well, are safe.
+//   stores arrive as well, are safe. What to prefetch may be guessed from lengths and slots as they stand, read past
+//   the L1 cache, as long as any value of them gives addresses within the tensors.
 // - let_next_start() comes after wait_for_previous(). So beside a kernel of ours that has not waited yet there runs
 //   one kernel of ours at most; whatever came before that has finished and is visible.
 // Below 9.0 both do nothing, and kernels are launched without the attribute (LaunchShape.is_dependent_launch).

@@ -38,6 +38,10 @@ __device__ inline void copy_async(void* shared_target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 
+__device__ inline void copy_async(uint32_t shared_target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_target), "l"(source) : "memory");
+}
+
 // The same for 4 bytes.
 __device__ inline void copy_async_word(void* shared_target, const void* source) {
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared_target));
@@ -49,10 +53,11 @@ __device__ inline void prefetch_line(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
 }
 
-// Load what is not used yet, so that it is in the L1 cache later.
-__device__ inline void touch(const float* source) {
-  float value;
-  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(source));
+// Past the L1 cache, which would keep the value from the load that comes after it is written.
+__device__ inline int load_from_l2(const int* source) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
 }
 
 // Wait for the copies that this thread has started. A barrier must follow before other threads read them.
@@ -71,18 +76,6 @@ __device__ inline void store_streaming(void* target, const Vector16& v) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.words[0]), "r"(v.words[1]),
                "r"(v.words[2]), "r"(v.words[3])
                : "memory");
-}
-
-__device__ inline void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ inline void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 }  // namespace ptx

@@ -29,4 +29,5 @@ struct Mamba2Params {
   int32_t seq_len;           // S
   int32_t ring_rows;         // R
   int32_t num_rows;          // B; for persistent kernels, whose grid does not tell
+  int32_t num_slots;         // for prefetches, which may come before the slot ids are written
 };

@@ -7,33 +7,38 @@
 // says which layouts. Tensors: params.h, here with x, B and C in 16-byte pieces and the heads of x as neighbours.
 // Outputs: a state in fp32 is rounded to tf32 where C multiplies it, sums are fp32; the checkpoint is as in step.cu.
 #include "common/dependent_launch.cuh"
+#include "common/dependent_launch.cuh"
 #include "mamba2/pipeline/coefficients.cuh"
 #include "mamba2/pipeline/loader.cuh"
 #include "mamba2/pipeline/outputs.cuh"
 #include "mamba2/pipeline/producer.cuh"
 
+namespace replay {
+
+// The kernel before may still write what this brings to the cache; nothing of it is used yet.
+__device__ inline void prefetch_share(const Mamba2Params& params, const Share& share, bool is_loader,
+                                      bool is_producer) {
+  const ChunkWalk<Reading::GUESS> walk(params, share);
+  if (is_producer) prefetch_tiles(params, walk);
+  if (is_loader) prefetch_rows(params, walk.rest_of_row());
+}
+
+}  // namespace replay
+
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
     replay_mamba2_pipelined_step(const __grid_constant__ Mamba2Params params) {
   using namespace replay;
-  wait_for_previous();
-  let_next_start();
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const PipelineShared shared(shared_memory);
   const int warp = threadIdx.x / WARP_SIZE;
   constexpr int LOADER = NUM_CONSUMERS + NUM_WEIGHERS, PRODUCER = LOADER + 1;
   const bool is_producer = threadIdx.x == PRODUCER * WARP_SIZE;
   if (threadIdx.x == 0) shared.init_barriers();
-  const Share share = find_share(params, shared);
-  const Chunk first_heads = ChunkWalk(params, share).rest_of_row();
-  if (is_producer) {
-    prefetch_tiles(params, share);
-  } else if (warp == LOADER) {
-    prefetch_rows(params, first_heads);
-  } else if (warp >= NUM_CONSUMERS && warp < LOADER) {
-    touch_weights(params, first_heads);
-  }
-  ptx::wait_for_previous();
-  ptx::let_next_start();
+  prefetch_share(params, find_share<Reading::GUESS>(params, shared), warp == LOADER, is_producer);
+  wait_for_previous();
+  let_next_start();
+  __syncthreads();
+  const Share share = find_share<Reading::FINAL>(params, shared);
 
   if (warp < NUM_CONSUMERS) {
     consume(params, shared, warp);

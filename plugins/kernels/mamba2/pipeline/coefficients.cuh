@@ -145,16 +145,6 @@ __device__ inline void append_rows(const ChunkTensors& tensors, ChunkBuffer buff
   }
 }
 
-// Bring the constants of the first heads to the cache.
-__device__ inline void touch_weights(const Mamba2Params& params, const Chunk& heads) {
-  const int head = heads.first_head + threadIdx.x % WARP_SIZE;
-  if (head < heads.first_head + heads.num_heads) {
-    ptx::touch(params.A + head);
-    ptx::touch(params.D + head);
-    ptx::touch(params.dt_bias + head);
-  }
-}
-
 // Teams of warps take the chunks in turn.
 __device__ inline void weigh(const Mamba2Params& params, const PipelineShared& shared, int weigher) {
   const bool is_first_lane = threadIdx.x % WARP_SIZE == 0;

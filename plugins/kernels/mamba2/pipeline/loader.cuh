@@ -9,30 +9,49 @@
 namespace replay {
 
 constexpr int PIECE = 16 / static_cast<int>(sizeof(ACTIVATION_TYPE));  // elements of one copy
+constexpr int X_PIECES = CHUNK_HEADS * HEAD_DIM / PIECE, BC_PIECES = D_STATE / PIECE;
+
+// Start copying rows of num_pieces pieces, at most PIECES. Lean, for one warp does it all: addresses only grow.
+template <int PIECES>
+__device__ inline void copy_rows(uint32_t target, int target_stride, const ACTIVATION_TYPE* source, int64_t stride,
+                                 int num_rows, int num_pieces) {
+  constexpr int LANES = PIECES > 16 ? WARP_SIZE : 16, ROWS_AT_ONCE = WARP_SIZE / LANES;
+  const int lane = threadIdx.x % LANES, first = threadIdx.x % WARP_SIZE / LANES;
+  target += first * target_stride + lane * 16;
+  source += first * stride + lane * PIECE;
+#pragma unroll 4
+  for (int row = first; row < num_rows; row += ROWS_AT_ONCE) {
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece += LANES) {
+      if (lane + piece < num_pieces) ptx::copy_async(target + piece * 16, source + piece * PIECE);
+    }
+    target += ROWS_AT_ONCE * target_stride;
+    source += ROWS_AT_ONCE * stride;
+  }
+}
 
 // Pending rows, then the window's, of x and B; then C of the window. No dead ring row is ever read.
 __device__ inline void load_rows(const ChunkTensors& tensors, ChunkBuffer buffer) {
-  constexpr int BC_PIECES = D_STATE / PIECE, BC_ROWS = WARP_SIZE / BC_PIECES;
-  const Chunk& chunk = tensors.chunk;
-  const int lane = threadIdx.x % WARP_SIZE;
-  const int pending = chunk.lengths.pending, num_rows = pending + chunk.lengths.num_tokens;
-  const int x_pieces = chunk.num_heads * (HEAD_DIM / PIECE);
-#pragma unroll 2
-  for (int row = lane / BC_PIECES; row < num_rows + chunk.lengths.num_tokens; row += BC_ROWS) {
-    const ACTIVATION_TYPE* source = row >= num_rows  ? tensors.C(row - num_rows)
-                                    : row >= pending ? tensors.B(row - pending)
-                                                     : tensors.B_ring(tensors.pending_line(row));
-    unsigned char* target = row >= num_rows ? buffer.C(row - num_rows) : buffer.B(row);
-    ptx::copy_async(target + lane % BC_PIECES * 16, source + lane % BC_PIECES * PIECE);
+  const Mamba2Params& params = tensors.params;
+  const int pending = tensors.chunk.lengths.pending, num_tokens = tensors.chunk.lengths.num_tokens;
+  const int first_line = tensors.chunk.lengths.first_pending_row, x_pieces = tensors.chunk.num_heads * (HEAD_DIM / PIECE);
+  // Before the rings wrap, and after.
+  const int before = min(pending, params.ring_rows - first_line);
+  const uint32_t C = buffer.address + ChunkOffsets::C, B = buffer.address + ChunkOffsets::B,
+                 x = buffer.address + ChunkOffsets::X;
+  copy_rows<BC_PIECES>(B, BC_ROW_BYTES, tensors.B_ring(first_line), N_GROUPS * D_STATE, before, BC_PIECES);
+  copy_rows<X_PIECES>(x, X_ROW_BYTES, tensors.x_ring(first_line), N_HEADS * HEAD_DIM, before, x_pieces);
+  if (before < pending) {
+    const int after = pending - before;
+    copy_rows<BC_PIECES>(B + before * BC_ROW_BYTES, BC_ROW_BYTES, tensors.B_ring(0), N_GROUPS * D_STATE, after,
+                         BC_PIECES);
+    copy_rows<X_PIECES>(x + before * X_ROW_BYTES, X_ROW_BYTES, tensors.x_ring(0), N_HEADS * HEAD_DIM, after, x_pieces);
   }
-#pragma unroll 2
-  for (int row = 0; row < num_rows; ++row) {
-    const ACTIVATION_TYPE* source =
-        row >= pending ? tensors.x(row - pending) : tensors.x_ring(tensors.pending_line(row));
-    for (int piece = lane; piece < x_pieces; piece += WARP_SIZE) {
-      ptx::copy_async(buffer.x(row) + piece * 16, source + piece * PIECE);
-    }
-  }
+  copy_rows<BC_PIECES>(B + pending * BC_ROW_BYTES, BC_ROW_BYTES, tensors.B(0), params.B_stride_token, num_tokens,
+                       BC_PIECES);
+  copy_rows<BC_PIECES>(C, BC_ROW_BYTES, tensors.C(0), params.C_stride_token, num_tokens, BC_PIECES);
+  copy_rows<X_PIECES>(x + pending * X_ROW_BYTES, X_ROW_BYTES, tensors.x(0), params.x_stride_token, num_tokens,
+                      x_pieces);
 }
 
 // dt of the pending rows, as it stands in the ring; and of the window, raw, in words that are aligned.
@@ -62,6 +81,10 @@ __device__ inline void prefetch_rows(const Mamba2Params& params, const Chunk& he
   const int token = lane - heads.lengths.pending;
   const int num_groups = (heads.first_head + heads.num_heads - 1) / HEADS_PER_GROUP - heads.group() + 1;
   const int x_bytes = heads.num_heads * HEAD_DIM * 2;
+  if (lane < 3) {
+    const float* weights = lane == 0 ? params.A : lane == 1 ? params.D : params.dt_bias;
+    prefetch_lines(weights + heads.first_head, heads.num_heads * 4);
+  }
   if (token < 0) {
     const int line = tensors.pending_line(lane);
     ptx::prefetch_bulk(tensors.x_ring(line), x_bytes);
@@ -79,7 +102,7 @@ __device__ inline void prefetch_rows(const Mamba2Params& params, const Chunk& he
 
 __device__ inline void load_chunks(const Mamba2Params& params, const Share& share, const PipelineShared& shared) {
   const bool is_first_lane = threadIdx.x % WARP_SIZE == 0;
-  ChunkWalk walk(params, share);
+  ChunkWalk<Reading::FINAL> walk(params, share);
   int prefetched_row = share.row;
   // Each team of coefficient warps must see an end.
   for (int turn = 0, num_ends = 0; num_ends < COEFFICIENT_TEAMS; ++turn) {

@@ -6,10 +6,8 @@
 
 namespace replay {
 
-// Bring what the stages hold at first to the cache. The checkpoints may still be written by the kernel before this one;
-// nothing of them is used yet.
-__device__ inline void prefetch_tiles(const Mamba2Params& params, const Share& share) {
-  ChunkWalk walk(params, share);
+// Bring what the stages will hold at first to the cache.
+__device__ inline void prefetch_tiles(const Mamba2Params& params, ChunkWalk<Reading::GUESS> walk) {
   for (int num_tiles = 0; num_tiles < NUM_STAGES;) {
     const Chunk chunk = walk.next();
     if (chunk.num_heads == 0) return;
@@ -23,7 +21,7 @@ __device__ inline void prefetch_tiles(const Mamba2Params& params, const Share& s
 // A tile that is not needed passes through its stage empty.
 __device__ inline void produce(const Mamba2Params& params, const Share& share, const PipelineShared& shared) {
   const uint64_t policy = ptx::streaming_policy();
-  ChunkWalk walk(params, share);
+  ChunkWalk<Reading::FINAL> walk(params, share);
   int count = 0;
 #pragma unroll 1
   while (true) {

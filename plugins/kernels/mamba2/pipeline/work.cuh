@@ -7,9 +7,24 @@
 
 namespace replay {
 
+// When lengths are read: after wait_for_previous(), or before it as a guess of what they will be.
+enum class Reading { FINAL, GUESS };
+
+template <Reading READING>
 __device__ inline RowLengths read_lengths(const Mamba2Params& params, int row) {
-  const int slot = params.slot_ids[row], past = params.past_lengths[row];
-  const int checkpoint = params.checkpoint_lengths[row], num_tokens = params.num_tokens[row];
+  int slot, past, checkpoint, num_tokens;
+  if constexpr (READING == Reading::FINAL) {
+    slot = params.slot_ids[row];
+    past = params.past_lengths[row];
+    checkpoint = params.checkpoint_lengths[row];
+    num_tokens = params.num_tokens[row];
+  } else {
+    slot = ptx::load_from_l2(params.slot_ids + row);
+    past = ptx::load_from_l2(params.past_lengths + row);
+    checkpoint = ptx::load_from_l2(params.checkpoint_lengths + row);
+    num_tokens = ptx::load_from_l2(params.num_tokens + row);
+    if (slot >= params.num_slots) slot = -1;
+  }
   RowLengths lengths;
   lengths.slot = slot;
   lengths.checkpoint = max(0, checkpoint);
@@ -21,9 +36,9 @@ __device__ inline RowLengths read_lengths(const Mamba2Params& params, int row) {
 }
 
 // The length of one head in the line, in rows of x; at least 1, for outputs are written in any case.
-__device__ inline int cost_of_head(const RowLengths& lengths) {
+__device__ inline int cost_of_head(const Mamba2Params& params, const RowLengths& lengths) {
   constexpr int STATE_COST = D_STATE * static_cast<int>(sizeof(STATE_TYPE) / sizeof(ACTIVATION_TYPE));
-  if (!lengths.is_active()) return 1;
+  if (!lengths.is_active() || params.num_rows == 1) return 1;
   // Of the window: x read, its ring row and y written.
   const int rows = lengths.pending + 3 * lengths.num_tokens + 1;
   return rows + (lengths.has_state() ? STATE_COST : 0) + (lengths.is_flush() ? STATE_COST : 0);
@@ -36,8 +51,19 @@ struct Share {
   int64_t row_begin;  // of that row
 };
 
-// All threads of the block: one part of the rows each, then a sum over them.
+// Neighbours compute a border that they share alike; a product of doubles costs a fraction of a 64-bit division.
+__device__ inline Share part_of_line(int64_t length, int row, int64_t row_begin) {
+  const double part = static_cast<double>(length) / gridDim.x;
+  const int64_t begin = static_cast<int64_t>(part * blockIdx.x);
+  const int64_t end = blockIdx.x + 1 == gridDim.x ? length : static_cast<int64_t>(part * (blockIdx.x + 1));
+  return {begin, end, row, row_begin};
+}
+
+// All threads of the block: one part of the rows each, then a sum over them. The heads of a single row are as long as
+// each other; nothing needs to be read for that.
+template <Reading READING>
 __device__ inline Share find_share(const Mamba2Params& params, const PipelineShared& shared) {
+  if (params.num_rows == 1) return part_of_line(N_HEADS, 0, 0);
   constexpr int NUM_WARPS = BLOCK_THREADS / WARP_SIZE;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   int64_t* found = reinterpret_cast<int64_t*>(shared.base + PipelineShared::SHARE);
@@ -46,7 +72,7 @@ __device__ inline Share find_share(const Mamba2Params& params, const PipelineSha
   const int first = min(static_cast<int>(threadIdx.x) * rows_per_thread, params.num_rows);
   const int last = min(first + rows_per_thread, params.num_rows);
   int cost = 0;
-  for (int row = first; row < last; ++row) cost += cost_of_head(read_lengths(params, row));
+  for (int row = first; row < last; ++row) cost += cost_of_head(params, read_lengths<READING>(params, row));
 
   int up_to = cost;  // of this thread's rows and those before them
 #pragma unroll
@@ -62,15 +88,13 @@ __device__ inline Share find_share(const Mamba2Params& params, const PipelineSha
     if (i < warp) before += warp_costs[i];
     all += warp_costs[i];
   }
-  const int64_t length = static_cast<int64_t>(all) * N_HEADS;
-  Share share;
-  share.begin = length * blockIdx.x / gridDim.x;
-  share.end = length * (blockIdx.x + 1) / gridDim.x;
+  Share share = part_of_line(static_cast<int64_t>(all) * N_HEADS, 0, 0);
   int64_t row_begin = static_cast<int64_t>(before) * N_HEADS;
   if (row_begin <= share.begin && share.begin < row_begin + static_cast<int64_t>(cost) * N_HEADS) {
     int row = first;
-    while (true) {
-      const int64_t next = row_begin + static_cast<int64_t>(cost_of_head(read_lengths(params, row))) * N_HEADS;
+    while (row + 1 < last) {
+      const int row_cost = cost_of_head(params, read_lengths<READING>(params, row));
+      const int64_t next = row_begin + static_cast<int64_t>(row_cost) * N_HEADS;
       if (share.begin < next) break;
       row_begin = next;
       ++row;
@@ -85,6 +109,7 @@ __device__ inline Share find_share(const Mamba2Params& params, const PipelineSha
 }
 
 // The chunks of a share, one after the other. Each warp that walks does so by itself, to the same chunks.
+template <Reading READING>
 class ChunkWalk {
  public:
   __device__ ChunkWalk(const Mamba2Params& params, const Share& share)
@@ -98,7 +123,7 @@ class ChunkWalk {
 
   // The next chunk; its num_heads is 0 after the last one.
   __device__ Chunk next() {
-    while (head >= last_head && row_end() < end) {
+    while (head >= last_head && row_end() < end && row + 1 < params.num_rows) {
       row_begin = row_end();
       ++row;
       enter_row(row_begin);
@@ -122,8 +147,8 @@ class ChunkWalk {
   __device__ int64_t row_end() const { return row_begin + static_cast<int64_t>(cost) * N_HEADS; }
 
   __device__ void enter_row(int64_t begin) {
-    lengths = read_lengths(params, row);
-    cost = cost_of_head(lengths);
+    lengths = read_lengths<READING>(params, row);
+    cost = cost_of_head(params, lengths);
     head = heads_before(begin);
     last_head = heads_before(end);
   }
