@@ -27,19 +27,19 @@ class PipelineShape:
 
     Attributes:
         blocks_per_sm: thread blocks that a multiprocessor has room for.
-        stage_warps: consumer warps of a group, 16 state rows each: together the rows of a stage.
-        consumer_groups: groups, each with stages of its own.
+        tile_blocks: blocks of 16 state rows of a tile, the work of one consumer warp; they divide a head's.
+        consumers: consumer warps, each with stages of its own.
         teams: teams of coefficient warps, which take chunks in turn.
         team_warps: warps of a team.
-        num_stages: tiles that shared memory holds, a multiple of ``consumer_groups``.
+        num_stages: tiles that shared memory holds, a multiple of ``consumers``.
         chunk_heads: most heads of a chunk, a power of two that divides the heads of a group.
         chunk_buffers: chunks whose token rows shared memory holds.
         shared_bytes: all of it.
     """
 
     blocks_per_sm: int
-    stage_warps: int
-    consumer_groups: int
+    tile_blocks: int
+    consumers: int
     teams: int
     team_warps: int
     num_stages: int
@@ -50,14 +50,14 @@ class PipelineShape:
     @property
     def block_threads(self) -> int:
         """Threads of a block: consumer warps, coefficient warps, the loader warp and the producer's warp."""
-        return (self.stage_warps * self.consumer_groups + self.teams * self.team_warps + 2) * _WARP
+        return (self.consumers + self.teams * self.team_warps + 2) * _WARP
 
     def defines(self) -> dict[str, str]:
         """Return the macros that tell the sources."""
         return {
             "BLOCKS_PER_SM": str(self.blocks_per_sm),
-            "STAGE_WARPS": str(self.stage_warps),
-            "CONSUMER_GROUPS": str(self.consumer_groups),
+            "TILE_BLOCKS": str(self.tile_blocks),
+            "NUM_CONSUMERS": str(self.consumers),
             "COEFFICIENT_TEAMS": str(self.teams),
             "TEAM_WARPS": str(self.team_warps),
             "NUM_STAGES": str(self.num_stages),
@@ -74,28 +74,26 @@ def make_shape(
     window: int,
     state_dtype: str,
     blocks_per_sm: int,
-    stage_warps: int,
-    consumer_groups: int,
+    tile_blocks: int,
+    consumers: int,
     teams: int,
     team_warps: int,
     chunk_heads: int,
     chunk_buffers: int,
-    most_stages_per_group: int = 8,
+    most_stages: int = 64,
 ) -> PipelineShape | None:
-    """Fill shared memory with stages; None if there is no room for two per group."""
-    warps = stage_warps * consumer_groups + teams * team_warps + 2
-    stage_bytes = stage_warps * _MMA_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
+    """Fill shared memory with stages; None if there is no room for one per consumer."""
+    warps = consumers + teams * team_warps + 2
+    stage_bytes = tile_blocks * _MMA_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
     fixed = chunk_buffers * (_buffer_bytes(head_dim, chunk_heads, history, window, team_warps) + 3 * _BARRIER_BYTES)
     fixed += _SHARE_BYTES + 4 * warps
     room = _SHARED_BYTES // blocks_per_sm - _RESERVED_BYTES - fixed - 15
-    per_group = min(room // (stage_bytes * consumer_groups), most_stages_per_group)
-    if per_group < 2:
+    num_stages = min(room // stage_bytes, most_stages) // consumers * consumers
+    if num_stages < consumers:
         return None
-    num_stages = per_group * consumer_groups
     shared_bytes = -(-(num_stages * stage_bytes + fixed) // 16) * 16
     return PipelineShape(
-        blocks_per_sm, stage_warps, consumer_groups, teams, team_warps, num_stages, chunk_heads, chunk_buffers,
-        shared_bytes,
+        blocks_per_sm, tile_blocks, consumers, teams, team_warps, num_stages, chunk_heads, chunk_buffers, shared_bytes
     )  # fmt: skip
 
 
@@ -121,7 +119,7 @@ def pipeline_shape(
     if not is_fitting:
         return None
     is_fp32 = state_dtype == "float32"
-    stage_warps, consumer_groups = _consumers(head_dim // _MMA_ROWS, is_fp32)
+    tile_blocks, consumers = _consumers(head_dim // _MMA_ROWS, is_fp32)
     chunk_heads, most_buffers = 4, 3
     while heads_per_group % chunk_heads:
         chunk_heads //= 2
@@ -135,8 +133,8 @@ def pipeline_shape(
             window=window,
             state_dtype=state_dtype,
             blocks_per_sm=1,
-            stage_warps=stage_warps,
-            consumer_groups=consumer_groups,
+            tile_blocks=tile_blocks,
+            consumers=consumers,
             teams=2,
             team_warps=2,
             chunk_heads=heads,
@@ -148,10 +146,10 @@ def pipeline_shape(
 
 
 def _consumers(row_blocks: int, is_fp32: bool) -> tuple[int, int]:
-    """Return stage warps and consumer groups for a head of this many blocks of 16 rows: measured at 4 and 5 blocks."""
+    """Return the blocks of a tile and the consumer warps for a head of this many blocks of 16 rows."""
     if row_blocks % 2 == 0:
-        return (2, 5) if is_fp32 else (2, 4)
-    return (1, 10) if is_fp32 else (row_blocks, max(1, 10 // row_blocks))
+        return 2, 8
+    return (1, 10) if is_fp32 else (row_blocks, 4)
 
 
 def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int, team_warps: int) -> int:

@@ -36,7 +36,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
   if (threadIdx.x == 0) shared.init_barriers();
   prefetch_share(params, find_share<Reading::GUESS>(params, shared), warp == LOADER, is_producer);
   wait_for_previous();
-  let_next_start();
   __syncthreads();
   const Share share = find_share<Reading::FINAL>(params, shared);
 

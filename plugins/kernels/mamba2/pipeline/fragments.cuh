@@ -13,7 +13,6 @@ constexpr int STATE_VECTOR = elements_per_vector<STATE_TYPE>;
 constexpr int VECTORS = D_STATE / (4 * STATE_VECTOR);
 constexpr int VECTOR_STRIDE_BYTES = 4 * 16;                   // from a lane's vector to its next
 constexpr int BLOCKS_PER_VECTOR = STATE_VECTOR / 2;    // a block: two columns of both rows, as a product gives them
-constexpr int STATE_ROW_BYTES = D_STATE * static_cast<int>(sizeof(STATE_TYPE));
 
 // C_g at the lane's columns, in pairs: operand B of the product of state and C. Tokens that are not there are zero.
 struct WindowC {
@@ -86,20 +85,16 @@ __device__ inline void load_x(ChunkBuffer buffer, int first, int num_rows, int c
   words[3] &= far;
 }
 
-// sums += state . C over the columns of vector m of rows g and g + 8. Two sums, so that products overlap.
-__device__ inline void multiply_vector(const Vector16& upper, const Vector16& lower, const WindowC& C, int m,
-                                       float (&sums)[2][4]) {
+// sums += state . C over the columns of product k of vector m, of rows g and g + 8.
+__device__ inline void multiply_vector(const Vector16& upper, const Vector16& lower, int k, const uint32_t (&c)[2],
+                                       float (&sums)[4]) {
+  uint32_t a[4] = {upper.words[2 * k], lower.words[2 * k], upper.words[2 * k + 1], lower.words[2 * k + 1]};
+  if constexpr (IS_STATE_FP32) {
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    uint32_t a[4] = {upper.words[2 * k], lower.words[2 * k], upper.words[2 * k + 1], lower.words[2 * k + 1]}, b[2];
-    C.operand(m, k, b);
-    if constexpr (IS_STATE_FP32) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(a[i]);
-      ptx::mma_tf32(sums[k], a, b[0], b[1]);
-    } else {
-      ptx::mma_bf16(sums[k], a, b[0], b[1]);
-    }
+    for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(a[i]);
+    ptx::mma_tf32(sums, a, c[0], c[1]);
+  } else {
+    ptx::mma_bf16(sums, a, c[0], c[1]);
   }
 }
 

@@ -1,8 +1,8 @@
 // What the warps of the pipelined step share: the memory of a thread block and its barriers.
 //
 // A *chunk* is up to CHUNK_HEADS neighbouring heads of one (row of the step, group): they share B and C. A *tile* is
-// STAGE_ROWS neighbouring state rows of one head. Chunks go through the chunk buffers in turn; tile i of a thread block
-// stands in stage i % NUM_STAGES and belongs to the consumer group stage % CONSUMER_GROUPS.
+// TILE_ROWS neighbouring state rows of one head, the work of one warp. Chunks go through the chunk buffers in turn; tile
+// i of a thread block stands in stage i % NUM_STAGES and belongs to consumer warp i % NUM_CONSUMERS.
 #pragma once
 #include "common/barrier.cuh"
 #include "common/lanes.cuh"
@@ -15,12 +15,13 @@ namespace replay {
 constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
 constexpr int HEADS_PER_GROUP = N_HEADS / N_GROUPS;
 constexpr bool IS_STATE_FP32 = sizeof(STATE_TYPE) == 4;
-constexpr int MMA_ROWS = 16;    // state rows of a consumer warp
+constexpr int MMA_ROWS = 16;    // state rows of one product
 constexpr int MMA_TOKENS = 16;  // token rows that one product takes
-constexpr int STAGE_ROWS = STAGE_WARPS * MMA_ROWS;
-constexpr int TILES_PER_HEAD = HEAD_DIM / STAGE_ROWS;
-constexpr int TILE_BYTES = STAGE_ROWS * D_STATE * static_cast<int>(sizeof(STATE_TYPE));
-constexpr int NUM_CONSUMERS = CONSUMER_GROUPS * STAGE_WARPS;
+constexpr int TILE_ROWS = TILE_BLOCKS * MMA_ROWS;
+constexpr int TILES_PER_HEAD = HEAD_DIM / TILE_ROWS;
+constexpr int STATE_ROW_BYTES = D_STATE * static_cast<int>(sizeof(STATE_TYPE));
+constexpr int BLOCK_BYTES = MMA_ROWS * STATE_ROW_BYTES;
+constexpr int TILE_BYTES = TILE_BLOCKS * BLOCK_BYTES;
 constexpr int NUM_WEIGHERS = COEFFICIENT_TEAMS * TEAM_WARPS;
 constexpr int TOKEN_ROWS = HISTORY + WINDOW;
 // 16 bytes between rows: eight of them, read at once, then stand in different shared-memory banks.
@@ -33,10 +34,10 @@ constexpr int FOLD_WEIGHTS = MMA_TOKENS + 1;  // one a pending row, then the che
 
 static_assert(sizeof(ACTIVATION_TYPE) == 2 && D_STATE == 128, "the fragments are laid out for these");
 static_assert(HISTORY <= MMA_TOKENS && WINDOW <= 8, "pending rows fill one product's depth, tokens its columns");
-static_assert(HEAD_DIM % STAGE_ROWS == 0, "tiles cover a head exactly");
+static_assert(HEAD_DIM % TILE_ROWS == 0, "tiles cover a head exactly");
 static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0, "chunks do not cross groups");
 static_assert(WARP_SIZE % CHUNK_HEADS == 0, "lanes share heads and tokens out evenly");
-static_assert(NUM_STAGES % CONSUMER_GROUPS == 0, "a stage has the same group each time, else waits skip a phase");
+static_assert(NUM_STAGES % NUM_CONSUMERS == 0, "a stage has the same warp each time, else waits skip a phase");
 static_assert(CHUNK_BUFFERS >= 2, "a chunk is brought while another is consumed");
 static_assert(BLOCK_THREADS == (NUM_CONSUMERS + NUM_WEIGHERS + 2) * WARP_SIZE, "specialize.py counts other warps");
 
@@ -127,32 +128,28 @@ struct PipelineShared {
   __device__ explicit PipelineShared(void* memory)
       : base(static_cast<unsigned char*>(memory)), address(ptx::shared_address(memory)) {}
 
-  __device__ ChunkBuffer buffer(int turn) const {
-    const int offset = BUFFERS + turn % CHUNK_BUFFERS * ChunkOffsets::BYTES;
+  __device__ ChunkBuffer buffer(int index) const {
+    const int offset = BUFFERS + index * ChunkOffsets::BYTES;
     return {base + offset, address + offset};
   }
   __device__ uint32_t barrier(int index) const { return address + BARRIERS + 8 * index; }
   __device__ uint32_t is_stage_full(int stage) const { return barrier(stage); }
   __device__ uint32_t is_stage_free(int stage) const { return barrier(NUM_STAGES + stage); }
   // The token rows and the description of the chunk are there; its weights are too; everybody is through with it.
-  __device__ uint32_t is_chunk_full(int turn) const { return barrier(2 * NUM_STAGES + turn % CHUNK_BUFFERS); }
-  __device__ uint32_t is_chunk_weighed(int turn) const {
-    return barrier(2 * NUM_STAGES + CHUNK_BUFFERS + turn % CHUNK_BUFFERS);
-  }
-  __device__ uint32_t is_chunk_free(int turn) const {
-    return barrier(2 * NUM_STAGES + 2 * CHUNK_BUFFERS + turn % CHUNK_BUFFERS);
-  }
+  __device__ uint32_t is_chunk_full(int buffer) const { return barrier(2 * NUM_STAGES + buffer); }
+  __device__ uint32_t is_chunk_weighed(int buffer) const { return barrier(2 * NUM_STAGES + CHUNK_BUFFERS + buffer); }
+  __device__ uint32_t is_chunk_free(int buffer) const { return barrier(2 * NUM_STAGES + 2 * CHUNK_BUFFERS + buffer); }
 
   __device__ void init_barriers() const {
     for (int stage = 0; stage < NUM_STAGES; ++stage) {
       ptx::barrier_init(is_stage_full(stage), 1);
-      ptx::barrier_init(is_stage_free(stage), STAGE_WARPS);
+      ptx::barrier_init(is_stage_free(stage), 1);
     }
-    for (int turn = 0; turn < CHUNK_BUFFERS; ++turn) {
+    for (int buffer = 0; buffer < CHUNK_BUFFERS; ++buffer) {
       // Each lane of the loader warp when its copies have come, and the warp when all else is written.
-      ptx::barrier_init(is_chunk_full(turn), WARP_SIZE + 1);
-      ptx::barrier_init(is_chunk_weighed(turn), TEAM_WARPS);
-      ptx::barrier_init(is_chunk_free(turn), NUM_CONSUMERS + TEAM_WARPS);
+      ptx::barrier_init(is_chunk_full(buffer), WARP_SIZE + 1);
+      ptx::barrier_init(is_chunk_weighed(buffer), TEAM_WARPS);
+      ptx::barrier_init(is_chunk_free(buffer), NUM_CONSUMERS + TEAM_WARPS);
     }
     ptx::fence_barrier_init();
   }
@@ -160,7 +157,21 @@ struct PipelineShared {
 
 static_assert(PipelineShared::BYTES == DYNAMIC_SHARED_BYTES, "specialize.py counts shared memory differently");
 
-// The parity of the phase that a barrier, used once in `period` turns, is in at a turn.
-__device__ inline uint32_t parity_of(int turn, int period) { return turn / period & 1; }
+// A place in a ring of PERIOD stages or buffers, and the parity of the phase that its barriers are in.
+template <int PERIOD>
+struct Turn {
+  int index;
+  uint32_t parity = 0;
+
+  __device__ explicit Turn(int first = 0) : index(first) {}
+  // By at most PERIOD.
+  __device__ void advance(int steps) {
+    index += steps;
+    if (index >= PERIOD) {
+      index -= PERIOD;
+      parity ^= 1;
+    }
+  }
+};
 
 }  // namespace replay

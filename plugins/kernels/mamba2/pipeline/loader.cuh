@@ -19,7 +19,7 @@ __device__ inline void copy_rows(uint32_t target, int target_stride, const ACTIV
   const int lane = threadIdx.x % LANES, first = threadIdx.x % WARP_SIZE / LANES;
   target += first * target_stride + lane * 16;
   source += first * stride + lane * PIECE;
-#pragma unroll 4
+#pragma unroll 2
   for (int row = first; row < num_rows; row += ROWS_AT_ONCE) {
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece += LANES) {
@@ -68,12 +68,13 @@ __device__ inline void load_times(const ChunkTensors& tensors, ChunkBuffer buffe
 }
 
 __device__ inline void prefetch_lines(const void* source, int bytes) {
+#pragma unroll 1
   for (int offset = 0; offset < bytes; offset += 128) {
     ptx::prefetch_line(static_cast<const unsigned char*>(source) + offset);
   }
 }
 
-// Bring the token rows of many heads to the cache.
+// Bring the token rows of many heads to the cache; one lane a token row.
 __device__ inline void prefetch_rows(const Mamba2Params& params, const Chunk& heads) {
   if (!heads.lengths.is_active()) return;
   const ChunkTensors tensors{params, heads};
@@ -81,22 +82,22 @@ __device__ inline void prefetch_rows(const Mamba2Params& params, const Chunk& he
   const int token = lane - heads.lengths.pending;
   const int num_groups = (heads.first_head + heads.num_heads - 1) / HEADS_PER_GROUP - heads.group() + 1;
   const int x_bytes = heads.num_heads * HEAD_DIM * 2;
-  if (lane < 3) {
-    const float* weights = lane == 0 ? params.A : lane == 1 ? params.D : params.dt_bias;
-    prefetch_lines(weights + heads.first_head, heads.num_heads * 4);
-  }
   if (token < 0) {
     const int line = tensors.pending_line(lane);
-    ptx::prefetch_bulk(tensors.x_ring(line), x_bytes);
-    ptx::prefetch_bulk(tensors.B_ring(line), num_groups * D_STATE * 2);
     prefetch_lines(tensors.dt_ring(line, 0), heads.num_heads * 4);
+    prefetch_lines(tensors.B_ring(line), num_groups * D_STATE * 2);
+    prefetch_lines(tensors.x_ring(line), x_bytes);
   } else if (token < heads.lengths.num_tokens) {
-    ptx::prefetch_bulk(tensors.x(token), x_bytes);
     prefetch_lines(tensors.raw_dt(token, 0), heads.num_heads * static_cast<int>(sizeof(DT_TYPE)));
+#pragma unroll 1
     for (int group = 0; group < num_groups; ++group) {
-      ptx::prefetch_bulk(tensors.B(token) + group * params.B_stride_group, D_STATE * 2);
-      ptx::prefetch_bulk(tensors.C(token) + group * params.C_stride_group, D_STATE * 2);
+      prefetch_lines(tensors.B(token) + group * params.B_stride_group, D_STATE * 2);
+      prefetch_lines(tensors.C(token) + group * params.C_stride_group, D_STATE * 2);
     }
+    prefetch_lines(tensors.x(token), x_bytes);
+  } else if (lane >= WARP_SIZE - 3) {
+    const float* weights = lane == WARP_SIZE - 1 ? params.A : lane == WARP_SIZE - 2 ? params.D : params.dt_bias;
+    prefetch_lines(weights + heads.first_head, heads.num_heads * 4);
   }
 }
 
@@ -104,15 +105,18 @@ __device__ inline void load_chunks(const Mamba2Params& params, const Share& shar
   const bool is_first_lane = threadIdx.x % WARP_SIZE == 0;
   ChunkWalk<Reading::FINAL> walk(params, share);
   int prefetched_row = share.row;
+  Turn<CHUNK_BUFFERS> turn;
+  turn.parity = 1;  // of the phase before: nobody has used the buffers yet
   // Each team of coefficient warps must see an end.
-  for (int turn = 0, num_ends = 0; num_ends < COEFFICIENT_TEAMS; ++turn) {
+#pragma unroll 1
+  for (int num_ends = 0; num_ends < COEFFICIENT_TEAMS; turn.advance(1)) {
     const Chunk chunk = walk.next();
-    const ChunkBuffer buffer = shared.buffer(turn);
+    const ChunkBuffer buffer = shared.buffer(turn.index);
     if (chunk.num_heads > 0 && chunk.row != prefetched_row) {
       prefetch_rows(params, {chunk.lengths, chunk.row, chunk.first_head, walk.last_head_of_row() - chunk.first_head});
       prefetched_row = chunk.row;
     }
-    if (turn >= CHUNK_BUFFERS) ptx::barrier_wait(shared.is_chunk_free(turn), parity_of(turn, CHUNK_BUFFERS) ^ 1);
+    ptx::barrier_wait(shared.is_chunk_free(turn.index), turn.parity);
     if (is_first_lane) buffer.chunk() = chunk;
     if (chunk.num_heads == 0) {
       ++num_ends;
@@ -121,9 +125,9 @@ __device__ inline void load_chunks(const Mamba2Params& params, const Share& shar
       load_rows(tensors, buffer);
       load_times(tensors, buffer);
     }
-    ptx::barrier_arrive_after_copies(shared.is_chunk_full(turn));
+    ptx::barrier_arrive_after_copies(shared.is_chunk_full(turn.index));
     __syncwarp();
-    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_full(turn));
+    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_full(turn.index));
   }
 }
 

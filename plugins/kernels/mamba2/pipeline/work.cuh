@@ -51,12 +51,13 @@ struct Share {
   int64_t row_begin;  // of that row
 };
 
-// Neighbours compute a border that they share alike; a product of doubles costs a fraction of a 64-bit division.
+// Neighbours compute a border that they share alike: in fractions of 2^-32, which need no 64-bit division.
 __device__ inline Share part_of_line(int64_t length, int row, int64_t row_begin) {
-  const double part = static_cast<double>(length) / gridDim.x;
-  const int64_t begin = static_cast<int64_t>(part * blockIdx.x);
-  const int64_t end = blockIdx.x + 1 == gridDim.x ? length : static_cast<int64_t>(part * (blockIdx.x + 1));
-  return {begin, end, row, row_begin};
+  const uint64_t part = 0xffffffffu / gridDim.x;
+  const auto border = [=](unsigned block) {
+    return block == gridDim.x ? length : static_cast<int64_t>(__umul64hi(length, part * block << 32));
+  };
+  return {border(blockIdx.x), border(blockIdx.x + 1), row, row_begin};
 }
 
 // All threads of the block: one part of the rows each, then a sum over them. The heads of a single row are as long as
@@ -72,6 +73,7 @@ __device__ inline Share find_share(const Mamba2Params& params, const PipelineSha
   const int first = min(static_cast<int>(threadIdx.x) * rows_per_thread, params.num_rows);
   const int last = min(first + rows_per_thread, params.num_rows);
   int cost = 0;
+#pragma unroll 1
   for (int row = first; row < last; ++row) cost += cost_of_head(params, read_lengths<READING>(params, row));
 
   int up_to = cost;  // of this thread's rows and those before them
