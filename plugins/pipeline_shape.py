@@ -56,6 +56,7 @@ class PipelineShape:
         """Return the macros that tell the sources."""
         return {
             "BLOCKS_PER_SM": str(self.blocks_per_sm),
+            "IS_EARLY_START": str(int(self.blocks_per_sm > 1)),
             "TILE_BLOCKS": str(self.tile_blocks),
             "NUM_CONSUMERS": str(self.consumers),
             "COEFFICIENT_TEAMS": str(self.teams),

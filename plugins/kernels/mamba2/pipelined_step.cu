@@ -15,10 +15,18 @@
 
 namespace replay {
 
-// The kernel before may still write what this brings to the cache; nothing of it is used yet.
-__device__ inline void prefetch_share(const Mamba2Params& params, const Share& share, bool is_loader,
-                                      bool is_producer) {
-  const ChunkWalk<Reading::GUESS> walk(params, share);
+// Before the kernel before this one has ended: bring to the cache what is needed first.
+//
+// Beside a step that is short the next one may start at once, on the other half of each multiprocessor: it guesses its
+// share and prefetches it. Beside a long one that would be in the cache too early; the next kernel then starts when the
+// last tiles are under way, and has no time to guess.
+__device__ inline void prepare(const Mamba2Params& params, const PipelineShared& shared, bool is_loader,
+                               bool is_producer) {
+  if constexpr (!IS_EARLY_START) {
+    prefetch_lengths(params);
+    return;
+  }
+  const ChunkWalk<Reading::GUESS> walk(params, find_share<Reading::GUESS>(params, shared));
   if (is_producer) prefetch_tiles(params, walk);
   if (is_loader) prefetch_rows(params, walk.rest_of_row());
 }
@@ -34,8 +42,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
   constexpr int LOADER = NUM_CONSUMERS + NUM_WEIGHERS, PRODUCER = LOADER + 1;
   const bool is_producer = threadIdx.x == PRODUCER * WARP_SIZE;
   if (threadIdx.x == 0) shared.init_barriers();
-  prefetch_share(params, find_share<Reading::GUESS>(params, shared), warp == LOADER, is_producer);
+  prepare(params, shared, warp == LOADER, is_producer);
   wait_for_previous();
+  if constexpr (IS_EARLY_START) let_next_start();
   __syncthreads();
   const Share share = find_share<Reading::FINAL>(params, shared);
 

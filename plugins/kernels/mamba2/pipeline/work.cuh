@@ -35,6 +35,17 @@ __device__ inline RowLengths read_lengths(const Mamba2Params& params, int row) {
   return lengths;
 }
 
+// All threads: bring the lengths, which everything waits for, to the cache.
+__device__ inline void prefetch_lengths(const Mamba2Params& params) {
+  constexpr int ROWS = 128 / static_cast<int>(sizeof(int32_t));
+  for (int row = threadIdx.x * ROWS; row < params.num_rows; row += BLOCK_THREADS * ROWS) {
+    ptx::prefetch_line(params.slot_ids + row);
+    ptx::prefetch_line(params.past_lengths + row);
+    ptx::prefetch_line(params.checkpoint_lengths + row);
+    ptx::prefetch_line(params.num_tokens + row);
+  }
+}
+
 // The length of one head in the line, in rows of x; at least 1, for outputs are written in any case.
 __device__ inline int cost_of_head(const Mamba2Params& params, const RowLengths& lengths) {
   constexpr int STATE_COST = D_STATE * static_cast<int>(sizeof(STATE_TYPE) / sizeof(ACTIVATION_TYPE));
