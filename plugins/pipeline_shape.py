@@ -9,16 +9,25 @@ from trtllm_replayssm.contract.geometry import DTYPE_BYTES
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 """With bulk copies and 227 KiB of shared memory for a thread block; sm_120 has the copies, but too little memory."""
-# Of a multiprocessor, and what the driver keeps of it for each block (CUDA programming guide, compute capability 9.0).
-_SHARED_BYTES, _RESERVED_BYTES = 228 * 1024, 1024
+_SHARED_BYTES = 227 * 1024
 _WARP = 32
-# State rows of a consumer warp: those of one tensor core product.
-_MMA_ROWS = 16
+# State rows of a tile: those of one tensor core product.
+_TILE_ROWS = 16
 _D_STATE, _MAX_HISTORY, _MAX_WINDOW = 128, 16, 8
 _PADDING_BYTES = 16
 _BARRIER_BYTES = 8
 _CHUNK_DESCRIPTION_BYTES = 36
 _SHARE_BYTES = 16
+_CONSUMERS = 8
+# Two warps share a chunk; the other team has the next chunk meanwhile.
+_TEAMS, _TEAM_WARPS = 2, 2
+# As many warps as in layout.cuh: for B and C, for x, for dt; and each head's A, D and dt_bias.
+_LOADERS, _CONSTANTS = 3, 3
+_WARPS = _CONSUMERS + _TEAMS * _TEAM_WARPS + _LOADERS + 1
+# From so many rows on a thread block guesses its share before the kernel before this one has ended.
+_GUESS_ROWS = 32
+# What a flush's write of the state costs against the read, in the shares of the thread blocks.
+_FLUSH_PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -26,22 +35,12 @@ class PipelineShape:
     """How a thread block of the pipelined step is made up; the words are those of ``pipeline/layout.cuh``.
 
     Attributes:
-        blocks_per_sm: thread blocks that a multiprocessor has room for.
-        tile_blocks: blocks of 16 state rows of a tile, the work of one consumer warp; they divide a head's.
-        consumers: consumer warps, each with stages of its own.
-        teams: teams of coefficient warps, which take chunks in turn.
-        team_warps: warps of a team.
-        num_stages: tiles that shared memory holds, a multiple of ``consumers``.
+        num_stages: tiles that shared memory holds, a multiple of the consumer warps.
         chunk_heads: most heads of a chunk, a power of two that divides the heads of a group.
         chunk_buffers: chunks whose token rows shared memory holds.
         shared_bytes: all of it.
     """
 
-    blocks_per_sm: int
-    tile_blocks: int
-    consumers: int
-    teams: int
-    team_warps: int
     num_stages: int
     chunk_heads: int
     chunk_buffers: int
@@ -49,53 +48,21 @@ class PipelineShape:
 
     @property
     def block_threads(self) -> int:
-        """Threads of a block: consumer warps, coefficient warps, the loader warp and the producer's warp."""
-        return (self.consumers + self.teams * self.team_warps + 2) * _WARP
+        """Threads of a block: consumer, coefficient and loader warps and the producer's warp."""
+        return _WARPS * _WARP
 
     def defines(self) -> dict[str, str]:
         """Return the macros that tell the sources."""
         return {
-            "BLOCKS_PER_SM": str(self.blocks_per_sm),
-            "IS_EARLY_START": str(int(self.blocks_per_sm > 1)),
-            "TILE_BLOCKS": str(self.tile_blocks),
-            "NUM_CONSUMERS": str(self.consumers),
-            "COEFFICIENT_TEAMS": str(self.teams),
-            "TEAM_WARPS": str(self.team_warps),
+            "NUM_CONSUMERS": str(_CONSUMERS),
+            "COEFFICIENT_TEAMS": str(_TEAMS),
+            "TEAM_WARPS": str(_TEAM_WARPS),
             "NUM_STAGES": str(self.num_stages),
             "CHUNK_HEADS": str(self.chunk_heads),
             "CHUNK_BUFFERS": str(self.chunk_buffers),
+            "GUESS_ROWS": str(_GUESS_ROWS),
+            "FLUSH_PERCENT": str(_FLUSH_PERCENT),
         }
-
-
-def make_shape(
-    *,
-    head_dim: int,
-    d_state: int,
-    history: int,
-    window: int,
-    state_dtype: str,
-    blocks_per_sm: int,
-    tile_blocks: int,
-    consumers: int,
-    teams: int,
-    team_warps: int,
-    chunk_heads: int,
-    chunk_buffers: int,
-    most_stages: int = 64,
-) -> PipelineShape | None:
-    """Fill shared memory with stages; None if there is no room for one per consumer."""
-    warps = consumers + teams * team_warps + 2
-    stage_bytes = tile_blocks * _MMA_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
-    fixed = chunk_buffers * (_buffer_bytes(head_dim, chunk_heads, history, window, team_warps) + 3 * _BARRIER_BYTES)
-    fixed += _SHARE_BYTES + 4 * warps
-    room = _SHARED_BYTES // blocks_per_sm - _RESERVED_BYTES - fixed - 15
-    num_stages = min(room // stage_bytes, most_stages) // consumers * consumers
-    if num_stages < consumers:
-        return None
-    shared_bytes = -(-(num_stages * stage_bytes + fixed) // 16) * 16
-    return PipelineShape(
-        blocks_per_sm, tile_blocks, consumers, teams, team_warps, num_stages, chunk_heads, chunk_buffers, shared_bytes
-    )  # fmt: skip
 
 
 def pipeline_shape(
@@ -113,51 +80,34 @@ def pipeline_shape(
         activation_dtype == "bfloat16"
         and state_dtype in ("float32", "bfloat16")
         and d_state == _D_STATE
-        and head_dim % _MMA_ROWS == 0
+        and head_dim % _TILE_ROWS == 0
         and history <= _MAX_HISTORY
         and window <= _MAX_WINDOW
     )
     if not is_fitting:
         return None
-    is_fp32 = state_dtype == "float32"
-    tile_blocks, consumers = _consumers(head_dim // _MMA_ROWS, is_fp32)
-    chunk_heads, most_buffers = 4, 3
+    # Measured at head_dim 64 and 80.
+    chunk_heads = 4 if head_dim <= 64 else 8
     while heads_per_group % chunk_heads:
         chunk_heads //= 2
-    # Long windows of wide heads have large buffers: better fewer or smaller ones than a group with a single stage.
-    choices = [(chunk_heads, most_buffers), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
+    tile_bytes = _TILE_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
+    # Long windows of wide heads have large buffers: better fewer or smaller ones than less than two tiles a consumer.
+    choices = [(chunk_heads, 3), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
     for heads, chunk_buffers in choices:
-        shape = make_shape(
-            head_dim=head_dim,
-            d_state=d_state,
-            history=history,
-            window=window,
-            state_dtype=state_dtype,
-            blocks_per_sm=1,
-            tile_blocks=tile_blocks,
-            consumers=consumers,
-            teams=2,
-            team_warps=2,
-            chunk_heads=heads,
-            chunk_buffers=chunk_buffers,
-        )
-        if shape is not None:
-            return shape
+        fixed = chunk_buffers * (_buffer_bytes(head_dim, heads, history, window) + 3 * _BARRIER_BYTES)
+        fixed += _SHARE_BYTES + 4 * _WARPS
+        num_stages = (_SHARED_BYTES - fixed - 15) // tile_bytes // _CONSUMERS * _CONSUMERS
+        if num_stages >= 2 * _CONSUMERS:
+            shared_bytes = -(-(num_stages * tile_bytes + fixed) // 16) * 16
+            return PipelineShape(num_stages, heads, chunk_buffers, shared_bytes)
     raise AssertionError("every fitting shape has a make-up")
 
 
-def _consumers(row_blocks: int, is_fp32: bool) -> tuple[int, int]:
-    """Return the blocks of a tile and the consumer warps for a head of this many blocks of 16 rows."""
-    if row_blocks % 2 == 0:
-        return 2, 8
-    return (1, 10) if is_fp32 else (row_blocks, 4)
-
-
-def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int, team_warps: int) -> int:
+def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -> int:
     """Count token rows of x, B and C, scores, weights, dt, decays, fold weights, the description; in whole 128 bytes."""
     token_rows = history + window
     x_bytes = token_rows * (2 * chunk_heads * head_dim + _PADDING_BYTES)
     bc_bytes = (token_rows + window) * (2 * _D_STATE + _PADDING_BYTES)
-    scores = team_warps * window * 16 * 4
-    per_head = window * (64 + 4) + 17 * 4 + token_rows * 4
+    scores = _TEAM_WARPS * window * 16 * 4
+    per_head = window * (64 + 4) + 17 * 4 + (token_rows + _CONSTANTS) * 4
     return -(-(x_bytes + bc_bytes + scores + chunk_heads * per_head + _CHUNK_DESCRIPTION_BYTES) // 128) * 128

@@ -1,7 +1,7 @@
 // Decode or verify one window of at most 1 + MAX_DRAFT_LEN tokens, as step.cu does, for GPUs with bulk copies and
 // tensor cores that are as fast as their memory needs: persistent thread blocks, each a pipeline.
 //
-// A producer thread brings state tiles to shared memory and a loader warp token rows; the coefficient warps turn dt, B
+// A producer thread brings state tiles to shared memory and loader warps token rows; the coefficient warps turn dt, B
 // and C into the weights of the token rows and append the window to the rings; the consumer warps multiply, fold and
 // write outputs. plugins/pipeline_shape.py chooses the numbers, and says which shapes this kernel is for; the launch
 // says which layouts. Tensors: params.h, here with x, B and C in 16-byte pieces and the heads of x as neighbours.
@@ -15,45 +15,40 @@
 
 namespace replay {
 
-// Before the kernel before this one has ended: bring to the cache what is needed first.
-//
-// Beside a step that is short the next one may start at once, on the other half of each multiprocessor: it guesses its
-// share and prefetches it. Beside a long one that would be in the cache too early; the next kernel then starts when the
-// last tiles are under way, and has no time to guess.
-__device__ inline void prepare(const Mamba2Params& params, const PipelineShared& shared, bool is_loader,
+// While the kernel before this one may still run: bring to the cache what is needed first. Of many rows that is worth
+// the time that the guess takes.
+__device__ inline void prepare(const Mamba2Params& params, const PipelineShared& shared, int loader,
                                bool is_producer) {
-  if constexpr (!IS_EARLY_START) {
+  if (params.num_rows < GUESS_ROWS) {
     prefetch_lengths(params);
     return;
   }
   const ChunkWalk<Reading::GUESS> walk(params, find_share<Reading::GUESS>(params, shared));
   if (is_producer) prefetch_tiles(params, walk);
-  if (is_loader) prefetch_rows(params, walk.rest_of_row());
+  if (loader >= 0 && loader < NUM_LOADERS) prefetch_rows(params, walk.rest_of_row(), loader);
 }
 
 }  // namespace replay
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     replay_mamba2_pipelined_step(const __grid_constant__ Mamba2Params params) {
   using namespace replay;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const PipelineShared shared(shared_memory);
-  const int warp = threadIdx.x / WARP_SIZE;
-  constexpr int LOADER = NUM_CONSUMERS + NUM_WEIGHERS, PRODUCER = LOADER + 1;
-  const bool is_producer = threadIdx.x == PRODUCER * WARP_SIZE;
+  const int warp = threadIdx.x / WARP_SIZE, loader = warp - (NUM_CONSUMERS + NUM_WEIGHERS);
+  const bool is_producer = loader == NUM_LOADERS && threadIdx.x % WARP_SIZE == 0;
   if (threadIdx.x == 0) shared.init_barriers();
-  prepare(params, shared, warp == LOADER, is_producer);
+  prepare(params, shared, loader, is_producer);
   wait_for_previous();
-  if constexpr (IS_EARLY_START) let_next_start();
   __syncthreads();
   const Share share = find_share<Reading::FINAL>(params, shared);
 
   if (warp < NUM_CONSUMERS) {
     consume(params, shared, warp);
-  } else if (warp < LOADER) {
+  } else if (loader < 0) {
     weigh(params, shared, warp - NUM_CONSUMERS);
-  } else if (warp == LOADER) {
-    load_chunks(params, share, shared);
+  } else if (loader < NUM_LOADERS) {
+    load_chunks(params, share, shared, loader);
   } else if (is_producer) {
     produce(params, share, shared);
   }

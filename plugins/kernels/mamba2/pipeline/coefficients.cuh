@@ -102,15 +102,15 @@ __device__ inline float window_time(const ChunkTensors& tensors, ChunkBuffer buf
     const bool is_high = reinterpret_cast<uintptr_t>(tensors.raw_dt(token, head)) & 2;
     raw = to_float(DT_TYPE{static_cast<uint16_t>(is_high ? word >> 16 : word)});
   }
-  return softplus(raw + tensors.params.dt_bias[tensors.chunk.first_head + head]);
+  return softplus(raw + buffer.constants(2)[head]);
 }
 
 __device__ inline void weigh_head(const ChunkTensors& tensors, ChunkBuffer buffer, const float* scores, int head,
                                   bool is_head) {
   const Chunk& chunk = tensors.chunk;
   const RowLengths& lengths = chunk.lengths;
-  const int row = threadIdx.x % HALF_WARP, model_head = chunk.first_head + head;
-  const float A = tensors.params.A[model_head], D = tensors.params.D[model_head];
+  const int row = threadIdx.x % HALF_WARP;
+  const float A = buffer.constants(0)[head], D = buffer.constants(1)[head];
   const float pending = row < lengths.pending ? buffer.pending_times(head)[row] : 0.0f;
   const int token = row - lengths.live();
   float seen = token < 0 ? pending : 0.0f;

@@ -11,36 +11,52 @@ namespace replay {
 
 constexpr int STATE_VECTOR = elements_per_vector<STATE_TYPE>;
 constexpr int VECTORS = D_STATE / (4 * STATE_VECTOR);
-constexpr int VECTOR_STRIDE_BYTES = 4 * 16;                   // from a lane's vector to its next
-constexpr int BLOCKS_PER_VECTOR = STATE_VECTOR / 2;    // a block: two columns of both rows, as a product gives them
+constexpr int VECTOR_STRIDE_BYTES = 4 * 16;          // from a lane's vector to its next
+constexpr int BLOCKS_PER_VECTOR = STATE_VECTOR / 2;  // a block: two columns of both rows, as a product gives them
 
 // C_g at the lane's columns, in pairs: operand B of the product of state and C. Tokens that are not there are zero.
-struct WindowC {
-  static constexpr int PAIRS = STATE_VECTOR / 2;
-  struct alignas(4 * PAIRS) Pairs {
-    uint32_t words[PAIRS];
+struct CPairs {
+  static constexpr int COUNT = STATE_VECTOR / 2;
+  struct alignas(4 * COUNT) Words {
+    uint32_t words[COUNT];
   };
-  Pairs pairs[VECTORS];
+
+  // The pairs of vector m, from shared memory.
+  __device__ static Words load(ChunkBuffer buffer, int num_tokens, int m) {
+    const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
+    if (g >= num_tokens) return {};
+    return *reinterpret_cast<const Words*>(buffer.C(g) + (m * 4 + q) * STATE_VECTOR * 2);
+  }
+
+  // Two words for the product number k of a vector. Pairs become fp32 only here: that is cheaper than the registers.
+  __device__ static void operand(const Words& pairs, int k, uint32_t (&words)[2]) {
+    if constexpr (IS_STATE_FP32) {
+      words[0] = float_to_bits(low_bf16(pairs.words[k]));
+      words[1] = float_to_bits(high_bf16(pairs.words[k]));
+    } else {
+      words[0] = pairs.words[2 * k];
+      words[1] = pairs.words[2 * k + 1];
+    }
+  }
+};
+
+// C of a chunk, in registers.
+struct WindowC {
+  CPairs::Words vectors[VECTORS];
 
   __device__ WindowC(ChunkBuffer buffer, int num_tokens) {
-    const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
 #pragma unroll
-    for (int m = 0; m < VECTORS; ++m) {
-      pairs[m] = Pairs{};
-      if (g < num_tokens) pairs[m] = *reinterpret_cast<const Pairs*>(buffer.C(g) + (m * 4 + q) * STATE_VECTOR * 2);
-    }
+    for (int m = 0; m < VECTORS; ++m) vectors[m] = CPairs::load(buffer, num_tokens, m);
   }
+  __device__ CPairs::Words pairs(int m) const { return vectors[m]; }
+};
 
-  // Two words for the product number k of vector m. Pairs become fp32 only here: that is cheaper than the registers.
-  __device__ void operand(int m, int k, uint32_t (&words)[2]) const {
-    if constexpr (IS_STATE_FP32) {
-      words[0] = float_to_bits(low_bf16(pairs[m].words[k]));
-      words[1] = float_to_bits(high_bf16(pairs[m].words[k]));
-    } else {
-      words[0] = pairs[m].words[2 * k];
-      words[1] = pairs[m].words[2 * k + 1];
-    }
-  }
+// The same where registers are few: in shared memory.
+struct StagedC {
+  ChunkBuffer buffer;
+  int num_tokens;
+
+  __device__ CPairs::Words pairs(int m) const { return CPairs::load(buffer, num_tokens, m); }
 };
 
 // B of the pending rows: operand B of the product of weighted x and B. Rows that are not pending are zero.
@@ -85,16 +101,20 @@ __device__ inline void load_x(ChunkBuffer buffer, int first, int num_rows, int c
   words[3] &= far;
 }
 
-// sums += state . C over the columns of product k of vector m, of rows g and g + 8.
-__device__ inline void multiply_vector(const Vector16& upper, const Vector16& lower, int k, const uint32_t (&c)[2],
-                                       float (&sums)[4]) {
-  uint32_t a[4] = {upper.words[2 * k], lower.words[2 * k], upper.words[2 * k + 1], lower.words[2 * k + 1]};
-  if constexpr (IS_STATE_FP32) {
+// sums += state . C over the columns of one vector of rows g and g + 8. Two sums, so that products overlap.
+__device__ inline void multiply_vector(const Vector16& upper, const Vector16& lower, const CPairs::Words& C,
+                                       float (&sums)[2][4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(a[i]);
-    ptx::mma_tf32(sums, a, c[0], c[1]);
-  } else {
-    ptx::mma_bf16(sums, a, c[0], c[1]);
+  for (int k = 0; k < 2; ++k) {
+    uint32_t a[4] = {upper.words[2 * k], lower.words[2 * k], upper.words[2 * k + 1], lower.words[2 * k + 1]}, b[2];
+    CPairs::operand(C, k, b);
+    if constexpr (IS_STATE_FP32) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(a[i]);
+      ptx::mma_tf32(sums[k], a, b[0], b[1]);
+    } else {
+      ptx::mma_bf16(sums[k], a, b[0], b[1]);
+    }
   }
 }
 

@@ -1,7 +1,7 @@
 // What the warps of the pipelined step share: the memory of a thread block and its barriers.
 //
 // A *chunk* is up to CHUNK_HEADS neighbouring heads of one (row of the step, group): they share B and C. A *tile* is
-// TILE_ROWS neighbouring state rows of one head, the work of one warp. Chunks go through the chunk buffers in turn; tile
+// TILE_ROWS neighbouring state rows of one head, the work of one warp: those of one product. Chunks go through the chunk buffers in turn; tile
 // i of a thread block stands in stage i % NUM_STAGES and belongs to consumer warp i % NUM_CONSUMERS.
 #pragma once
 #include "common/barrier.cuh"
@@ -15,13 +15,11 @@ namespace replay {
 constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
 constexpr int HEADS_PER_GROUP = N_HEADS / N_GROUPS;
 constexpr bool IS_STATE_FP32 = sizeof(STATE_TYPE) == 4;
-constexpr int MMA_ROWS = 16;    // state rows of one product
 constexpr int MMA_TOKENS = 16;  // token rows that one product takes
-constexpr int TILE_ROWS = TILE_BLOCKS * MMA_ROWS;
+constexpr int TILE_ROWS = 16;
 constexpr int TILES_PER_HEAD = HEAD_DIM / TILE_ROWS;
 constexpr int STATE_ROW_BYTES = D_STATE * static_cast<int>(sizeof(STATE_TYPE));
-constexpr int BLOCK_BYTES = MMA_ROWS * STATE_ROW_BYTES;
-constexpr int TILE_BYTES = TILE_BLOCKS * BLOCK_BYTES;
+constexpr int TILE_BYTES = TILE_ROWS * STATE_ROW_BYTES;
 constexpr int NUM_WEIGHERS = COEFFICIENT_TEAMS * TEAM_WARPS;
 constexpr int TOKEN_ROWS = HISTORY + WINDOW;
 // 16 bytes between rows: eight of them, read at once, then stand in different shared-memory banks.
@@ -31,6 +29,8 @@ constexpr int BC_ROW_BYTES = D_STATE * 2 + ROW_PADDING_BYTES;
 // The weights of one (head, token) as a B operand of mma_bf16: per q four words, high parts then low parts.
 constexpr int WEIGHT_BYTES = 4 * 16;
 constexpr int FOLD_WEIGHTS = MMA_TOKENS + 1;  // one a pending row, then the checkpoint's decay
+// Loader warps: one for B and C, one for x, one for dt and the heads' constants A, D and dt_bias.
+constexpr int NUM_LOADERS = 3, NUM_CONSTANTS = 3;
 
 static_assert(sizeof(ACTIVATION_TYPE) == 2 && D_STATE == 128, "the fragments are laid out for these");
 static_assert(HISTORY <= MMA_TOKENS && WINDOW <= 8, "pending rows fill one product's depth, tokens its columns");
@@ -39,7 +39,7 @@ static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0, "chunks do not cross groups");
 static_assert(WARP_SIZE % CHUNK_HEADS == 0, "lanes share heads and tokens out evenly");
 static_assert(NUM_STAGES % NUM_CONSUMERS == 0, "a stage has the same warp each time, else waits skip a phase");
 static_assert(CHUNK_BUFFERS >= 2, "a chunk is brought while another is consumed");
-static_assert(BLOCK_THREADS == (NUM_CONSUMERS + NUM_WEIGHERS + 2) * WARP_SIZE, "specialize.py counts other warps");
+static_assert(BLOCK_THREADS == (NUM_CONSUMERS + NUM_WEIGHERS + NUM_LOADERS + 1) * WARP_SIZE, "specialize.py counts other warps");
 
 // Lengths of one row of the step, clamped: lengths that break the protocol must not lead outside of shared memory or
 // of a slot's rings.
@@ -62,7 +62,7 @@ struct RowLengths {
   __device__ int live() const { return is_flush() ? 0 : pending; }
 };
 
-// Written to its buffer by the loader warp, read by everybody after it.
+// Written to its buffer by a loader warp, read by everybody after it.
 struct Chunk {
   RowLengths lengths;
   int row;  // of the step
@@ -82,7 +82,8 @@ struct ChunkOffsets {
   static constexpr int WEIGHTS = SCORES + TEAM_WARPS * WINDOW * MMA_TOKENS * 4;
   static constexpr int TIMES = WEIGHTS + CHUNK_HEADS * WINDOW * WEIGHT_BYTES;
   static constexpr int RAW_TIMES = TIMES + CHUNK_HEADS * HISTORY * 4;
-  static constexpr int DECAYS = RAW_TIMES + CHUNK_HEADS * WINDOW * 4;
+  static constexpr int CONSTANTS = RAW_TIMES + CHUNK_HEADS * WINDOW * 4;
+  static constexpr int DECAYS = CONSTANTS + NUM_CONSTANTS * CHUNK_HEADS * 4;
   static constexpr int FOLD = DECAYS + CHUNK_HEADS * WINDOW * 4;
   static constexpr int CHUNK = FOLD + CHUNK_HEADS * FOLD_WEIGHTS * 4;
   static constexpr int BYTES = (CHUNK + static_cast<int>(sizeof(Chunk)) + 127) / 128 * 128;
@@ -103,6 +104,7 @@ struct ChunkBuffer {
   __device__ uint32_t* raw_time(int head, int token) const {
     return at<uint32_t>(ChunkOffsets::RAW_TIMES) + head * WINDOW + token;
   }
+  __device__ float* constants(int which) const { return at<float>(ChunkOffsets::CONSTANTS) + which * CHUNK_HEADS; }
   __device__ float* decays(int head) const { return at<float>(ChunkOffsets::DECAYS) + head * WINDOW; }
   __device__ float* fold_weights(int head) const { return at<float>(ChunkOffsets::FOLD) + head * FOLD_WEIGHTS; }
   __device__ unsigned char* weights(int head, int token) const {
@@ -146,8 +148,8 @@ struct PipelineShared {
       ptx::barrier_init(is_stage_free(stage), 1);
     }
     for (int buffer = 0; buffer < CHUNK_BUFFERS; ++buffer) {
-      // Each lane of the loader warp when its copies have come, and the warp when all else is written.
-      ptx::barrier_init(is_chunk_full(buffer), WARP_SIZE + 1);
+      // Each lane of the loader warps when its copies have come, and the warps when all else is written.
+      ptx::barrier_init(is_chunk_full(buffer), NUM_LOADERS * (WARP_SIZE + 1));
       ptx::barrier_init(is_chunk_weighed(buffer), TEAM_WARPS);
       ptx::barrier_init(is_chunk_free(buffer), NUM_CONSUMERS + TEAM_WARPS);
     }

@@ -20,7 +20,8 @@ __device__ inline void prefetch_tiles(const Mamba2Params& params, ChunkWalk<Read
   }
 }
 
-// A tile that is not needed passes through its stage empty.
+// A tile that is not needed passes through its stage empty. When the last one is under way the next kernel may start:
+// it prepares itself while this one finishes.
 __device__ inline void produce(const Mamba2Params& params, const Share& share, const PipelineShared& shared) {
   const uint64_t policy = ptx::streaming_policy();
   ChunkWalk<Reading::FINAL> walk(params, share);
@@ -41,7 +42,7 @@ __device__ inline void produce(const Mamba2Params& params, const Share& share, c
       stage.advance(1);
     }
   }
-  if constexpr (!IS_EARLY_START) let_next_start();
+  let_next_start();
 }
 
 }  // namespace replay

@@ -52,7 +52,7 @@ __device__ inline int cost_of_head(const Mamba2Params& params, const RowLengths&
   if (!lengths.is_active() || params.num_rows == 1) return 1;
   // Of the window: x read, its ring row and y written.
   const int rows = lengths.pending + 3 * lengths.num_tokens + 1;
-  return rows + (lengths.has_state() ? STATE_COST : 0) + (lengths.is_flush() ? STATE_COST : 0);
+  return rows + (lengths.has_state() ? STATE_COST : 0) + (lengths.is_flush() ? STATE_COST * FLUSH_PERCENT / 100 : 0);
 }
 
 // A thread block's part of the line: the heads that begin in it.
