@@ -86,5 +86,6 @@ def _entry(specialization: Specialization, role: Role, architecture: str) -> Ker
         dynamic_shared_bytes=shape.dynamic_shared_bytes,
         is_persistent=shape.is_persistent,
         is_dependent_launch=shape.is_dependent_launch and has_dependent_launch(architecture),
+        rows_per_block=shape.rows_per_block,
         cubin=build.compile_kernel(specialization, role, architecture),
     )

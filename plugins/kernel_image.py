@@ -7,14 +7,15 @@ integers are little-endian.
     entry    char[32] role, char[64] symbol, int32 compute capability (10 * major + minor),
              int32 is_exact (1: runs on that capability alone, as sm_90a; 0: also on later minors of the same major),
              int32 grid_x, int32 block_x, int32 dynamic_shared_bytes, int32 is_persistent,
-             int32 is_dependent_launch, 4 bytes of padding, uint64 cubin offset from the image's start,
+             int32 is_dependent_launch, int32 rows_per_block, uint64 cubin offset from the image's start,
              uint64 cubin bytes
     cubins   entries may share one
 
 ``constants`` is what the kernels were compiled for (``specialize.constants_of``); a plugin refuses an image whose
 constants are not those of its tensors and fields.
 
-A kernel is launched with block (block_x, 1, 1) and grid (grid_x, rows of the step, 1), a persistent one with grid
+A kernel is launched with block (block_x, 1, 1) and grid (grid_x, rows of the step / rows_per_block,
+rounded up, 1), a persistent one with grid
 (min(multiprocessors of the device, rows * grid_x), 1, 1); its single argument is the ``Params`` struct of its folder.
 One with is_dependent_launch is launched with programmatic stream serialization.
 Roles: "step" (window of at most 1 + max_draft_len tokens), "prefill" (longer), and, where there is one,
@@ -28,9 +29,9 @@ from dataclasses import dataclass
 from trtllm_replayssm.errors import BuildError
 
 MAGIC = b"RSSMKIMG"
-VERSION = 4
+VERSION = 5
 _HEADER = struct.Struct("<8sII256s")
-_ENTRY = struct.Struct("<32s64siiiiiii4xQQ")
+_ENTRY = struct.Struct("<32s64siiiiiiiiQQ")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class KernelEntry:
     cubin: bytes
     is_persistent: bool = False
     is_dependent_launch: bool = False
+    rows_per_block: int = 1
 
 
 def pack(constants: str, entries: Sequence[KernelEntry]) -> bytes:
@@ -68,6 +70,7 @@ def pack(constants: str, entries: Sequence[KernelEntry]) -> bytes:
             entry.dynamic_shared_bytes,
             int(entry.is_persistent),
             int(entry.is_dependent_launch),
+            entry.rows_per_block,
             offsets[entry.cubin],
             len(entry.cubin),
         )
@@ -98,8 +101,8 @@ def unpack(image: bytes) -> tuple[str, tuple[KernelEntry, ...]]:
 
 
 def _read_entry(image: bytes, index: int) -> KernelEntry:
-    role, symbol, capability, exact, grid, block, shared, persistent, dependent, offset, size = _ENTRY.unpack_from(
-        image, _HEADER.size + index * _ENTRY.size
+    role, symbol, capability, exact, grid, block, shared, persistent, dependent, rows, offset, size = (
+        _ENTRY.unpack_from(image, _HEADER.size + index * _ENTRY.size)
     )
     if offset + size > len(image):
         raise BuildError(
@@ -117,4 +120,5 @@ def _read_entry(image: bytes, index: int) -> KernelEntry:
         cubin=image[offset : offset + size],
         is_persistent=bool(persistent),
         is_dependent_launch=bool(dependent),
+        rows_per_block=rows,
     )

@@ -39,7 +39,7 @@ class CausalConv1dParams(ctypes.Structure):
     _fields_ = [
         *_fields(ctypes.c_void_p, "x weight bias conv_ring past_lengths num_tokens slot_ids y"),
         *_fields(ctypes.c_int64, "x_stride_batch x_stride_token conv_ring_stride_slot"),
-        *_fields(ctypes.c_int32, "seq_len ring_rows activation"),
+        *_fields(ctypes.c_int32, "seq_len ring_rows activation num_rows"),
     ]
 
 
@@ -85,4 +85,5 @@ def causal_conv1d_params(tensors: tuple[Tensor | None, ...], y: Tensor, *, is_si
         x.shape[1],
         conv_ring.shape[1],
         int(is_silu),
+        x.shape[0],
     )

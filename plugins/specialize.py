@@ -35,25 +35,33 @@ _PREFILL_BUFFER_BYTES = 48 * 1024
 _CHUNK_SIZES = (32, 16, 8, 4)
 # Elements (not bytes) between staged x rows beyond head_dim: rows then start in different shared-memory banks.
 _X_PADDING = 8
+# Of one thread of the convolution: what it must know about 16 bytes of channels would fill its registers.
+_CONV_VECTOR_BYTES = 8
 _CONV_BLOCK_THREADS = 128
+# Rows whose loads a thread of the step has under way together: they share its taps.
+_CONV_ROWS_PER_BLOCK = 2
+_CONV_ROWS_AT_ONCE = 1
+_CONV_TOKENS_AT_ONCE = 4
+_CONV_BLOCKS_PER_SM = 4
 # Thread blocks that share the tokens of a long window, per block of channels: enough to fill a GPU at batch 1.
-_CONV_TOKEN_SPLITS = 32
+_CONV_TOKEN_SPLITS = 64
 
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """How one kernel is launched: block (block_x, 1, 1), and grid (grid_x, rows, 1) unless it is persistent.
+    """How one kernel is launched: block (block_x, 1, 1), and grid (grid_x, rows / rows_per_block, 1) unless persistent.
 
     A persistent kernel shares its work out by itself: grid (min(multiprocessors of the device, rows * grid_x), 1, 1).
 
     Attributes:
         symbol: the kernel's unmangled name.
-        grid_x: thread blocks per row of the step.
+        grid_x: thread blocks per row of the step, or per rows_per_block of them.
         block_x: threads per block.
         dynamic_shared_bytes: dynamic shared memory per block, in bytes.
         is_persistent: see above.
         is_dependent_launch: it may start before the kernel before it has finished, where the GPU can do so: it waits
             by itself (``kernels/common/dependent_launch.cuh``).
+        rows_per_block: rows of the step that a block runs, the last block maybe fewer.
     """
 
     symbol: str
@@ -62,12 +70,13 @@ class LaunchShape:
     dynamic_shared_bytes: int
     is_persistent: bool = False
     is_dependent_launch: bool = True
+    rows_per_block: int = 1
 
     def grid(self, num_rows: int, num_multiprocessors: int) -> tuple[int, int, int]:
         """Return the grid for the rows of a step on a device with this many multiprocessors."""
         if self.is_persistent:
             return min(num_multiprocessors, num_rows * self.grid_x), 1, 1
-        return self.grid_x, num_rows, 1
+        return self.grid_x, -(-num_rows // self.rows_per_block), 1
 
 
 @dataclass(frozen=True)
@@ -251,8 +260,8 @@ class CausalConv1dSpecialization:
 
     @property
     def channels_per_thread(self) -> int:
-        """Channels of a thread: as many as 16 bytes hold, halved until they divide conv_dim."""
-        channels = VECTOR_BYTES // DTYPE_BYTES[self.activation_dtype]
+        """Channels of a thread: as many as 8 bytes hold, halved until they divide conv_dim."""
+        channels = _CONV_VECTOR_BYTES // DTYPE_BYTES[self.activation_dtype]
         while self.conv_dim % channels:
             channels //= 2
         return channels
@@ -264,8 +273,8 @@ class CausalConv1dSpecialization:
     def launch_shape(self, role: Role) -> LaunchShape:
         """Return how the kernel of a role is launched."""
         blocks = -(-self.conv_dim // (self.channels_per_thread * _CONV_BLOCK_THREADS))
-        splits = 1 if role == "step" else _CONV_TOKEN_SPLITS
-        return LaunchShape(f"replay_causal_conv1d_{role}", blocks * splits, _CONV_BLOCK_THREADS, 0)
+        splits, rows = (1, _CONV_ROWS_PER_BLOCK) if role == "step" else (_CONV_TOKEN_SPLITS, 1)
+        return LaunchShape(f"replay_causal_conv1d_{role}", blocks * splits, _CONV_BLOCK_THREADS, 0, rows_per_block=rows)
 
     def defines(self, role: Role) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
@@ -274,7 +283,11 @@ class CausalConv1dSpecialization:
             "D_CONV": str(self.d_conv),
             "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
             "CHANNELS_PER_THREAD": str(self.channels_per_thread),
-            "TOKEN_SPLITS": str(1 if role == "step" else _CONV_TOKEN_SPLITS),
+            "TOKEN_SPLITS": str(_CONV_TOKEN_SPLITS),
+            "ROWS_PER_BLOCK": str(_CONV_ROWS_PER_BLOCK),
+            "ROWS_AT_ONCE": str(_CONV_ROWS_AT_ONCE),
+            "TOKENS_AT_ONCE": str(_CONV_TOKENS_AT_ONCE),
+            "BLOCKS_PER_SM": str(_CONV_BLOCKS_PER_SM),
             "BLOCK_THREADS": str(_CONV_BLOCK_THREADS),
         }
 

@@ -34,7 +34,7 @@ struct Record {
   int32_t dynamic_shared_bytes;
   int32_t is_persistent;
   int32_t is_dependent_launch;
-  int32_t padding;
+  int32_t rows_per_block;
   uint64_t cubin_offset;
   uint64_t cubin_bytes;
 };
@@ -55,6 +55,7 @@ std::string entry_fault(const KernelEntry& entry, std::size_t table_end, std::si
   if (entry.role.empty() || entry.symbol.empty()) return "it has no role or no symbol";
   if (entry.compute_capability < 10) return concat("its compute capability is ", entry.compute_capability);
   if (entry.grid_x < 1) return concat("its grid_x is ", entry.grid_x);
+  if (entry.rows_per_block < 1) return concat("its rows_per_block is ", entry.rows_per_block);
   if (entry.block_x < 1 || entry.block_x > kMaxThreadsPerBlock) return concat("its block_x is ", entry.block_x);
   if (entry.dynamic_shared_bytes < 0) return concat("its dynamic_shared_bytes is ", entry.dynamic_shared_bytes);
   const bool is_inside = entry.cubin_offset >= table_end && entry.cubin_offset <= image_bytes &&
@@ -148,7 +149,8 @@ bool KernelImage::parse(std::string& error) {
                       static_cast<std::size_t>(record.cubin_offset),
                       static_cast<std::size_t>(record.cubin_bytes),
                       record.is_persistent != 0,
-                      record.is_dependent_launch != 0};
+                      record.is_dependent_launch != 0,
+                      record.rows_per_block};
     std::string fault = entry_fault(entry, table_end, bytes_.size());
     if (fault.empty() && !seen.insert({entry.role, entry.compute_capability, entry.is_exact}).second) {
       fault = concat("it is the second one of role \"", entry.role, "\" for the same architecture");

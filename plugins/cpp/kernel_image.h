@@ -9,7 +9,7 @@
 
 namespace replayssm {
 
-constexpr uint32_t kKernelImageVersion = 4;
+constexpr uint32_t kKernelImageVersion = 5;
 
 // One launchable kernel for one architecture.
 struct KernelEntry {
@@ -24,6 +24,7 @@ struct KernelEntry {
   std::size_t cubin_bytes;
   bool is_persistent;        // true: its grid is min(multiprocessors, rows * grid_x), 1, 1
   bool is_dependent_launch;  // true: launched with programmatic stream serialization, since 9.0
+  int32_t rows_per_block;    // its grid has that many times fewer rows than the step
 };
 
 // Immutable and shared: equal images of one process are one object, however many layers carry a copy.

@@ -163,7 +163,7 @@ std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const
   fault = KernelCache::instance().get(*driver, image, role, kernel);
   if (!fault.empty()) return fault;
   const KernelEntry& entry = *kernel.entry;
-  int64_t grid_x = entry.grid_x, grid_y = rows;
+  int64_t grid_x = entry.grid_x, grid_y = (rows + entry.rows_per_block - 1) / entry.rows_per_block;
   if (entry.is_persistent) {
     grid_x = std::min<int64_t>(kernel.multiprocessors, grid_x * rows);
     grid_y = 1;

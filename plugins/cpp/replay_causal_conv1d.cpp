@@ -63,6 +63,7 @@ void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&
   params.seq_len = static_cast<int32_t>(dimensions['S']);
   params.ring_rows = static_cast<int32_t>(dimensions['R']);
   params.activation = fields[kActivation];
+  params.num_rows = static_cast<int32_t>(dimensions['B']);
   argument.set(params);
 }
 

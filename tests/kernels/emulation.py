@@ -108,8 +108,8 @@ class Emulator:
     def _run(self, specialization: Specialization, params: Any, x: Tensor, longest_step: int) -> None:
         role: Role = self.role or ("step" if x.shape[1] <= longest_step else "prefill")
         library = emulated(specialization, role, self.source_dir)
-        grid_x = specialization.launch_shape(role).grid_x
-        library.emulate(ctypes.byref(params), grid_x, x.shape[0], int(self.is_descending))
+        grid_x, grid_y, _ = specialization.launch_shape(role).grid(x.shape[0], num_multiprocessors=1)
+        library.emulate(ctypes.byref(params), grid_x, grid_y, int(self.is_descending))
 
 
 def dtype_name(tensor: Tensor) -> Any:

@@ -88,7 +88,7 @@ class Chain:
         T, H, P = case.window, case.n_heads, case.head_dim
         self.case = case
         self.first = torch.randn(num_rows, T, H, P).to("cuda", case.activation_dtype)
-        weight = torch.randn(H * P, 4) / 2
+        weight = torch.randn(H * P, 4) / 4
         self.conv = {
             "weight": weight.to("cuda", case.activation_dtype),
             "bias": torch.randn(H * P).to("cuda", case.activation_dtype),
@@ -96,11 +96,10 @@ class Chain:
         }
         self.weights = {name: weight.to("cuda") for name, weight in make_weights(case, seed=2).items()}
         self.pools = {name: pool.zero_() for name, pool in make_pools(case, num_rows, "cuda").items()}
-        sizes = {"dt": (H,), "B": (case.n_groups, case.d_state), "C": (case.n_groups, case.d_state)}
-        self.inputs = {
-            name: torch.randn(num_rows, T, *size).to("cuda", case.dt_dtype if name == "dt" else case.activation_dtype)
-            for name, size in sizes.items()
-        }
+        # Scaled, so that a step does not amplify what it is fed with.
+        groups = (case.n_groups, case.d_state)
+        B, C = torch.randn(2, num_rows, T, *groups).to("cuda", case.activation_dtype) / case.d_state**0.5
+        self.inputs = {"dt": torch.randn(num_rows, T, H).to("cuda", case.dt_dtype), "B": B, "C": C}
         self.rows = {
             "num_tokens": int32([T] * num_rows, "cuda"),
             "slot_ids": int32([*reversed(range(num_rows))], "cuda"),

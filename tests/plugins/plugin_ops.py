@@ -78,7 +78,15 @@ def _emulated_entry(specialization: Specialization, role: Role, folder: Path) ->
     output = folder / f"{shape.symbol}.so"
     compile_emulated(output, specialization, role)
     return KernelEntry(
-        role, shape.symbol, 90, False, shape.grid_x, shape.block_x, shape.dynamic_shared_bytes, str(output).encode()
+        role,
+        shape.symbol,
+        90,
+        False,
+        shape.grid_x,
+        shape.block_x,
+        shape.dynamic_shared_bytes,
+        str(output).encode(),
+        rows_per_block=shape.rows_per_block,
     )
 
 

@@ -228,6 +228,14 @@ def test_a_kernel_that_waits_by_itself_is_launched_before_the_one_before_it_has_
     assert [launch.attributes for launch in recording.launches()] == [attributes, ""]
 
 
+@every_plugin
+def test_blocks_of_several_rows_make_a_smaller_grid(io: PluginIO) -> None:
+    image = image_of(io, entry("step", rows_per_block=4), entry("prefill", grid_x=7))
+    recording = run(scenario(io, *(call_of(io, rows, 1) for rows in (1, 4, 5)), call_of(io, 5, 40), image=image))
+    require_quiet(recording)
+    assert [launch.grid for launch in recording.launches()] == [(11, 1, 1), (11, 1, 1), (11, 2, 1), (7, 5, 1)]
+
+
 def test_a_device_without_a_pipelined_step_takes_the_generic_one() -> None:
     others = [entry(role, compute_capability=80, symbol=f"sm80_{role}") for role in ("step", "prefill")]
     image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined(), *others)

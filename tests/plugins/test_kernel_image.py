@@ -12,7 +12,7 @@ from trtllm_replayssm.plugins import kernel_image
 
 HEADER, RECORD = 272, 144
 # Offsets of an entry's numbers from the entry's start.
-CAPABILITY, GRID, BLOCK, SHARED, CUBIN_OFFSET, CUBIN_BYTES = 96, 104, 108, 112, 128, 136
+CAPABILITY, GRID, BLOCK, SHARED, ROWS, CUBIN_OFFSET, CUBIN_BYTES = 96, 104, 108, 112, 124, 128, 136
 
 
 def sound_image() -> bytes:
@@ -36,8 +36,8 @@ def read(harness: Harness, image: bytes) -> None:
     ("image", "reason"),
     [
         (b"RSSM", "field kernels: found 4 bytes; needed at least 272"),
-        (patched(0, "<B", 0), "that are no kernel image of version 4"),
-        (patched(8, "<I", 1), "that are no kernel image of version 4"),
+        (patched(0, "<B", 0), "that are no kernel image of version 5"),
+        (patched(8, "<I", 1), "that are no kernel image of version 5"),
         (patched(12, "<I", 0), "found 0 entries"),
         (patched(12, "<I", 3), "found 3 entries in 659 bytes; needed 1 or more, all inside"),
         (patched(12, "<I", 0xFFFFFFFF), "found 4294967295 entries"),
@@ -45,6 +45,7 @@ def read(harness: Harness, image: bytes) -> None:
         (patched(HEADER + CAPABILITY, "<i", 0), "its compute capability is 0"),
         (patched(HEADER + GRID, "<i", 0), "its grid_x is 0"),
         (patched(HEADER + BLOCK, "<i", 1025), "its block_x is 1025"),
+        (patched(HEADER + ROWS, "<i", 0), "its rows_per_block is 0"),
         (patched(HEADER + SHARED, "<i", -1), "its dynamic_shared_bytes is -1"),
         (patched(HEADER + RECORD + CUBIN_BYTES, "<Q", 64), "entry 1 of 2 is not sound: its cubin of 64 bytes at 596"),
         (patched(HEADER + CUBIN_BYTES, "<Q", 0), "its cubin of 0 bytes"),

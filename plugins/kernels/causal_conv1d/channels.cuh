@@ -1,76 +1,134 @@
-// A thread's neighbouring channels: loads, stores, and the convolution of one token.
+// A thread's neighbouring channels: loads, and the convolution of some tokens.
 #pragma once
 #include "causal_conv1d/params.h"
 #include "common/copy.cuh"
-#include "common/protocol.h"
 
 namespace replay {
 
-// Neighbouring channels as they stand in memory; one access where the address allows it.
-struct alignas(CHANNELS_PER_THREAD * sizeof(ACTIVATION_TYPE)) Channels {
-  ACTIVATION_TYPE elements[CHANNELS_PER_THREAD];
+template <int BYTES>
+struct Unsigned {
+  using Type = uint32_t;
+};
+template <>
+struct Unsigned<2> {
+  using Type = uint16_t;
 };
 
-__device__ inline Channels load_channels(const ACTIVATION_TYPE* source, bool is_aligned) {
-  if (is_aligned) return *reinterpret_cast<const Channels*>(source);
-  Channels channels;
+// Neighbouring channels as they stand in memory; one access where the address allows it. Held in whole words: 16-bit
+// elements by themselves would take a register each.
+struct alignas(CHANNELS_PER_THREAD * sizeof(ACTIVATION_TYPE)) Channels {
+  static constexpr int PER_WORD = sizeof(ACTIVATION_TYPE) == 2 && CHANNELS_PER_THREAD > 1 ? 2 : 1;
+  static constexpr int BITS = 8 * sizeof(ACTIVATION_TYPE);
+  using Word = Unsigned<PER_WORD * sizeof(ACTIVATION_TYPE)>::Type;
+  using Element = Unsigned<sizeof(ACTIVATION_TYPE)>::Type;
+  static constexpr int WORDS = CHANNELS_PER_THREAD / PER_WORD;
+  Word words[WORDS];
+
+  __device__ ACTIVATION_TYPE get(int i) const {
+    const Element bits = static_cast<Element>(words[i / PER_WORD] >> i % PER_WORD * BITS);
+    ACTIVATION_TYPE element;
+    memcpy(&element, &bits, sizeof(element));
+    return element;
+  }
+
+  __device__ void make_opaque() {
 #pragma unroll
-  for (int i = 0; i < CHANNELS_PER_THREAD; ++i) channels.elements[i] = source[i];
+    for (int i = 0; i < WORDS; ++i) ptx::make_opaque(words[i]);
+  }
+
+  // Of a word whose later elements are zero.
+  __device__ void add(int i, ACTIVATION_TYPE element) {
+    Element bits;
+    memcpy(&bits, &element, sizeof(bits));
+    words[i / PER_WORD] |= static_cast<Word>(bits) << i % PER_WORD * BITS;
+  }
+};
+static_assert(sizeof(Channels) == CHANNELS_PER_THREAD * sizeof(ACTIVATION_TYPE), "as in memory");
+
+template <int COUNT>
+struct Tokens {
+  Channels of[COUNT];
+};
+
+template <bool IS_ALIGNED>
+__device__ inline Channels load_channels(const ACTIVATION_TYPE* source) {
+  if (IS_ALIGNED) return ptx::load(reinterpret_cast<const Channels*>(source));
+  Channels channels = {};
+#pragma unroll
+  for (int i = 0; i < CHANNELS_PER_THREAD; ++i) channels.add(i, source[i]);
   return channels;
 }
 
+// Weights and bias of a thread's channels, as they stand in memory: loading them waits for nothing.
 struct Taps {
-  float weights[CHANNELS_PER_THREAD * D_CONV];
-  float bias[CHANNELS_PER_THREAD];
+  Channels weights[D_CONV];
+  Channels bias;
+
+  __device__ float weight(int channel, int k) const {
+    const int index = channel * D_CONV + k;
+    return to_float(weights[index / CHANNELS_PER_THREAD].get(index % CHANNELS_PER_THREAD));
+  }
 };
 
-__device__ inline void load_taps(const CausalConv1dParams& params, int channel, Taps& taps) {
-  const ACTIVATION_TYPE* weight = static_cast<const ACTIVATION_TYPE*>(params.weight) + channel * D_CONV;
-  const ACTIVATION_TYPE* bias = static_cast<const ACTIVATION_TYPE*>(params.bias);
-  const bool is_weight_aligned = is_aligned<sizeof(Channels)>(weight, 0);
-  const bool is_bias_aligned = is_aligned<sizeof(Channels)>(bias, 0);
-#pragma unroll
-  for (int k = 0; k < D_CONV; ++k) {
-    const Channels part = load_channels(weight + k * CHANNELS_PER_THREAD, is_weight_aligned);
-#pragma unroll
-    for (int i = 0; i < CHANNELS_PER_THREAD; ++i) {
-      taps.weights[k * CHANNELS_PER_THREAD + i] = to_float(part.elements[i]);
-    }
-  }
-  const Channels part = bias == nullptr ? Channels{} : load_channels(bias + channel, is_bias_aligned);
-#pragma unroll
-  for (int i = 0; i < CHANNELS_PER_THREAD; ++i) taps.bias[i] = to_float(part.elements[i]);
+__device__ inline const ACTIVATION_TYPE* weight_of(const CausalConv1dParams& params, int channel) {
+  return static_cast<const ACTIVATION_TYPE*>(params.weight) + channel * D_CONV;
 }
 
-// The D_CONV - 1 tokens before the next one, oldest first.
-struct Previous {
-  float values[D_CONV - 1][CHANNELS_PER_THREAD];
+__device__ inline const ACTIVATION_TYPE* bias_of(const CausalConv1dParams& params, int channel) {
+  return static_cast<const ACTIVATION_TYPE*>(params.bias) + channel;
+}
 
-  __device__ void push(const float (&x)[CHANNELS_PER_THREAD]) {
+template <bool IS_ALIGNED>
+__device__ inline Taps load_taps(const CausalConv1dParams& params, int channel) {
+  Taps taps;
 #pragma unroll
-    for (int i = 0; i < CHANNELS_PER_THREAD; ++i) {
-#pragma unroll
-      for (int k = 0; k + 1 < D_CONV - 1; ++k) values[k][i] = values[k + 1][i];
-      values[D_CONV - 2][i] = x[i];
-    }
+  for (int k = 0; k < D_CONV; ++k) {
+    taps.weights[k] = load_channels<IS_ALIGNED>(weight_of(params, channel) + k * CHANNELS_PER_THREAD);
   }
-};
+  taps.bias = params.bias == nullptr ? Channels{} : load_channels<IS_ALIGNED>(bias_of(params, channel));
+  return taps;
+}
 
-// y = activation(bias + sum over taps), in fp32, rounded once; then x becomes the newest of `previous`.
-__device__ inline Channels convolve(const Taps& taps, const Channels& token, bool is_silu, Previous& previous) {
-  Channels y;
-  float x[CHANNELS_PER_THREAD];
+// Bring the taps of a thread's channels to L2, where stores to them would arrive too.
+__device__ inline void prefetch_taps(const CausalConv1dParams& params, int channel) {
+  ptx::prefetch(weight_of(params, channel));
+  if (params.bias != nullptr) ptx::prefetch(bias_of(params, channel));
+}
+
+// x / (1 + exp(-x)) by the hardware's functions: within some units in the last place of fp32.
+__device__ inline float silu(float x) {
+  constexpr float LOG2_E = 1.4426950408889634f;
+  return x * ptx::reciprocal(1.0f + ptx::exp2(-LOG2_E * x));
+}
+
+// y = activation(bias + sum over taps) of TOKENS tokens, in fp32, rounded once. `inputs` are the D_CONV - 1 tokens before
+// them, oldest first, then they. One channel after the other, so that few numbers are unpacked at a time.
+template <int TOKENS>
+__device__ inline Tokens<TOKENS> convolve(Taps taps, const Tokens<D_CONV - 1 + TOKENS>& inputs, bool is_silu) {
+  Tokens<TOKENS> y = {};
+  // Unpacked taps would fill the registers of a loop over tokens.
+#pragma unroll
+  for (int k = 0; k < D_CONV; ++k) taps.weights[k].make_opaque();
+  taps.bias.make_opaque();
 #pragma unroll
   for (int i = 0; i < CHANNELS_PER_THREAD; ++i) {
-    x[i] = to_float(token.elements[i]);
-    float sum = taps.bias[i];
+    const float bias = to_float(taps.bias.get(i));
 #pragma unroll
-    for (int k = 0; k < D_CONV - 1; ++k) sum += taps.weights[i * D_CONV + k] * previous.values[k][i];
-    sum += taps.weights[i * D_CONV + D_CONV - 1] * x[i];
-    y.elements[i] = from_float<ACTIVATION_TYPE>(is_silu ? sum / (1.0f + expf(-sum)) : sum);
+    for (int token = 0; token < TOKENS; ++token) {
+      float sum = bias;
+#pragma unroll
+      for (int k = 0; k < D_CONV; ++k) sum += taps.weight(i, k) * to_float(inputs.of[token + k].get(i));
+      y.of[token].add(i, from_float<ACTIVATION_TYPE>(is_silu ? silu(sum) : sum));
+    }
   }
-  previous.push(x);
   return y;
+}
+
+// The last D_CONV - 1 inputs become the first.
+template <int TOKENS>
+__device__ inline void shift(Tokens<D_CONV - 1 + TOKENS>& inputs) {
+#pragma unroll
+  for (int k = 0; k < D_CONV - 1; ++k) inputs.of[k] = inputs.of[TOKENS + k];
 }
 
 }  // namespace replay

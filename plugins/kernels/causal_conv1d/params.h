@@ -22,4 +22,5 @@ struct CausalConv1dParams {
   int32_t seq_len;           // S
   int32_t ring_rows;         // R_conv
   int32_t activation;        // 0 none, 1 silu
+  int32_t num_rows;          // B; a block of the step kernel has several, the last one maybe fewer
 };

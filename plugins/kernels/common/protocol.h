@@ -24,7 +24,9 @@ REPLAY_HOST_DEVICE inline bool needs_flush(int past_length, int checkpoint_lengt
   return past_length - checkpoint_length + 1 + max_draft_len > history;
 }
 
-// The ring row of the token at an absolute position.
-REPLAY_HOST_DEVICE inline int ring_row(int position, int ring_rows) { return position % ring_rows; }
+// The ring row of the token at an absolute position, which is not negative: unsigned division takes half as long.
+REPLAY_HOST_DEVICE inline int ring_row(int position, int ring_rows) {
+  return static_cast<int>(static_cast<uint32_t>(position) % static_cast<uint32_t>(ring_rows));
+}
 
 }  // namespace replay

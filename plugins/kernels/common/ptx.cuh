@@ -32,6 +32,73 @@ __device__ inline uint16_t bf16_from_float(float value) {
   return bits;
 }
 
+// 2^x and 1/x as the hardware has them, to about 2^-22 of the result; subnormal results are zero.
+__device__ inline float exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+__device__ inline float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Make a value look new to the compiler, so that what it makes of it is not kept in registers from loop to loop.
+__device__ inline void make_opaque(uint32_t& word) { asm volatile("" : "+r"(word)); }
+__device__ inline void make_opaque(uint16_t& word) { asm volatile("" : "+h"(word)); }
+
+// Loads before it are under way before anything after it is: without, the compiler puts a load where it is first needed.
+__device__ inline void issue_loads() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
+
+// One access of a whole T of 2, 4, 8 or 16 bytes, where the program has it: the compiler neither splits it nor lets it
+// wait for the result of an earlier one.
+template <typename T>
+__device__ inline T load(const T* source) {
+  static_assert(alignof(T) == sizeof(T), "the address must be a multiple of the access");
+  uint32_t words[4];
+  T value;
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(source));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(source));
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(words[0]) : "l"(source));
+  } else {
+    uint16_t bits;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(bits) : "l"(source));
+    words[0] = bits;
+  }
+  memcpy(&value, words, sizeof(T));
+  return value;
+}
+
+template <typename T>
+__device__ inline void store(T* target, const T& value) {
+  static_assert(alignof(T) == sizeof(T), "the address must be a multiple of the access");
+  uint32_t words[4] = {};
+  memcpy(words, &value, sizeof(T));
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(target), "r"(words[0]), "r"(words[1]) : "memory");
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(target), "r"(words[0]) : "memory");
+  } else {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(target), "h"(static_cast<uint16_t>(words[0])) : "memory");
+  }
+}
+
+// Bring the cache line of an address to L2. Nothing is read.
+__device__ inline void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // Start copying 16 bytes to shared memory; they are there after wait_for_copies() and a barrier.
 __device__ inline void copy_async(void* shared_target, const void* source) {
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared_target));

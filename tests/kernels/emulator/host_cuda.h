@@ -17,7 +17,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__
 
 struct Index3 {

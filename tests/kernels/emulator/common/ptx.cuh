@@ -35,11 +35,34 @@ inline uint16_t bf16_from_float(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline void check_alignment(const void* pointer) {
-  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
-    std::fprintf(stderr, "misaligned 16-byte access\n");
+inline float exp2(float x) { return std::exp2(x); }
+
+inline float reciprocal(float x) { return 1.0f / x; }
+
+inline void make_opaque(uint32_t&) {}
+inline void make_opaque(uint16_t&) {}
+
+inline void prefetch(const void*) {}
+
+inline void check_alignment(const void* pointer, int bytes = 16) {
+  if (reinterpret_cast<uintptr_t>(pointer) % bytes != 0) {
+    std::fprintf(stderr, "misaligned access of %d bytes\n", bytes);
     std::abort();
   }
+}
+
+inline void issue_loads() {}
+
+template <typename T>
+inline T load(const T* source) {
+  check_alignment(source, sizeof(T));
+  return *source;
+}
+
+template <typename T>
+inline void store(T* target, const T& value) {
+  check_alignment(target, sizeof(T));
+  *target = value;
 }
 
 // The bytes arrive when the thread waits for its copies, and not before.
