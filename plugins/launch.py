@@ -17,7 +17,7 @@ from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2
 from trtllm_replayssm.plugins import layouts
 from trtllm_replayssm.plugins.loader import device_architecture, launch, load
-from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, causal_conv1d_params, mamba2_params
+from trtllm_replayssm.plugins.params import causal_conv1d_params, causal_conv1d_role, mamba2_params
 from trtllm_replayssm.plugins.specialize import VECTOR_BYTES, CausalConv1dSpecialization, Mamba2Specialization, Role
 
 # dt is read number by number; the other pools 16 bytes at a time.
@@ -83,11 +83,9 @@ def causal_conv1d(tensors: Mapping[str, Tensor | None], *, activation: str | Non
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_rows == 0 or seq_len == 0:
         return y
-    # Both roles are right for any window; the split one pays when a thread would run many tokens in a row.
-    role: Role = "step" if seq_len <= LONGEST_STEP_WINDOW else "prefill"
     inputs = tuple(tensors[name] for name in CAUSAL_CONV1D.inputs)
     params = causal_conv1d_params(inputs, y, is_silu=activation == "silu")
-    launch(load(specialization, role, x.device.index), params, num_rows, x.device)
+    launch(load(specialization, causal_conv1d_role(seq_len), x.device.index), params, num_rows, x.device)
     return y
 
 

@@ -8,8 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from trtllm_replayssm.plugins.specialize import Role
+
 LONGEST_STEP_WINDOW = 8
 """As in ``kernels/causal_conv1d/params.h``: the convolution's step kernel runs windows up to this long."""
+
+
+def causal_conv1d_role(seq_len: int) -> Role:
+    """Return the role of the convolution's kernel that is fastest for a window; "step" and "prefill" can run any."""
+    if seq_len == 1:
+        return "one_token_step"
+    return "step" if seq_len <= LONGEST_STEP_WINDOW else "prefill"
 
 
 def _fields(ctype: Any, names: str) -> list[tuple[str, Any]]:

@@ -13,10 +13,11 @@ from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins import pipeline_shape
 from trtllm_replayssm.plugins.pipeline_shape import PipelineShape
 
-Role = Literal["step", "prefill", "pipelined_step"]
+Role = Literal["step", "prefill", "pipelined_step", "one_token_step"]
 ROLES: tuple[Role, ...] = ("step", "prefill")
 """What every specialization has for every architecture. ``step`` runs windows of at most 1 + max_draft_len tokens,
-``prefill`` longer ones. For some shapes, architectures and layouts ``pipelined_step`` does the work of ``step``."""
+``prefill`` longer ones. For some shapes, architectures and layouts ``pipelined_step`` does the work of ``step``; for
+windows of one token ``one_token_step`` does that of the convolution's."""
 
 MAX_ROWS = 65535
 """As in ``kernels/common/protocol.h``: most rows of a step."""
@@ -38,13 +39,13 @@ _X_PADDING = 8
 # Of one thread of the convolution: what it must know about 16 bytes of channels would fill its registers.
 _CONV_VECTOR_BYTES = 8
 _CONV_BLOCK_THREADS = 128
-# Rows whose loads a thread of the step has under way together: they share its taps.
-_CONV_ROWS_PER_BLOCK = 2
-_CONV_ROWS_AT_ONCE = 1
-_CONV_TOKENS_AT_ONCE = 4
-_CONV_BLOCKS_PER_SM = 4
+# Rows of a thread: two share their taps; with more than one token a row each is faster. Blocks per SM bound the
+# registers: at 128 rows of 10240 channels all blocks of a one-token step are then on the GPU at once.
+_CONV_ROWS: dict[Role, int] = {"one_token_step": 2, "step": 1, "prefill": 1}
+_CONV_BLOCKS_PER_SM: dict[Role, int] = {"one_token_step": 10, "step": 8, "prefill": 7}
+_CONV_FEW_TAPS, _CONV_BLOCKS_PER_SM_OF_MANY_TAPS = 4, 4
 # Thread blocks that share the tokens of a long window, per block of channels: enough to fill a GPU at batch 1.
-_CONV_TOKEN_SPLITS = 64
+_CONV_TOKEN_SPLITS = 128
 
 
 @dataclass(frozen=True)
@@ -268,26 +269,26 @@ class CausalConv1dSpecialization:
 
     def roles(self, architecture: str) -> tuple[Role, ...]:
         """Return the roles that an image carries for an architecture."""
-        return ROLES
+        return (*ROLES, "one_token_step")
 
     def launch_shape(self, role: Role) -> LaunchShape:
         """Return how the kernel of a role is launched."""
         blocks = -(-self.conv_dim // (self.channels_per_thread * _CONV_BLOCK_THREADS))
-        splits, rows = (1, _CONV_ROWS_PER_BLOCK) if role == "step" else (_CONV_TOKEN_SPLITS, 1)
-        return LaunchShape(f"replay_causal_conv1d_{role}", blocks * splits, _CONV_BLOCK_THREADS, 0, rows_per_block=rows)
+        splits = _CONV_TOKEN_SPLITS if role == "prefill" else 1
+        symbol = f"replay_causal_conv1d_{role}"
+        return LaunchShape(symbol, blocks * splits, _CONV_BLOCK_THREADS, 0, rows_per_block=_CONV_ROWS[role])
 
     def defines(self, role: Role) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
+        blocks_per_sm = _CONV_BLOCKS_PER_SM[role] if self.d_conv <= _CONV_FEW_TAPS else _CONV_BLOCKS_PER_SM_OF_MANY_TAPS
         return {
             "CONV_DIM": str(self.conv_dim),
             "D_CONV": str(self.d_conv),
             "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
             "CHANNELS_PER_THREAD": str(self.channels_per_thread),
             "TOKEN_SPLITS": str(_CONV_TOKEN_SPLITS),
-            "ROWS_PER_BLOCK": str(_CONV_ROWS_PER_BLOCK),
-            "ROWS_AT_ONCE": str(_CONV_ROWS_AT_ONCE),
-            "TOKENS_AT_ONCE": str(_CONV_TOKENS_AT_ONCE),
-            "BLOCKS_PER_SM": str(_CONV_BLOCKS_PER_SM),
+            "ROWS_PER_BLOCK": str(_CONV_ROWS[role]),
+            "BLOCKS_PER_SM": str(blocks_per_sm),
             "BLOCK_THREADS": str(_CONV_BLOCK_THREADS),
         }
 

@@ -1,6 +1,7 @@
 #include "launcher.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -26,9 +27,13 @@ struct Kernel {
   bool is_dependent = false;  // launched with kStreamSerialization
 };
 
-// An image has this role for some devices only; everywhere else kGenericRole does its work.
-constexpr char kSpecialRole[] = "pipelined_step";
+// An image has these roles for some devices or operations only; everywhere else kGenericRole does their work.
+constexpr const char* kSpecialRoles[] = {"pipelined_step", "one_token_step"};
 constexpr char kGenericRole[] = "step";
+
+bool is_special(const std::string& role) {
+  return std::find(std::begin(kSpecialRoles), std::end(kSpecialRoles), role) != std::end(kSpecialRoles);
+}
 
 // A context's id is never given twice in a process, unlike its address.
 using ContextId = unsigned long long;
@@ -88,7 +93,7 @@ class KernelCache {
     if (fault.empty()) fault = read_compute_capability(driver, device, capability);
     if (!fault.empty()) return fault;
     kernel.entry = image->find(role.c_str(), capability);
-    if (kernel.entry == nullptr && role == kSpecialRole) {
+    if (kernel.entry == nullptr && is_special(role)) {
       return find_or_load(driver, context, image, kGenericRole, kernel);
     }
     if (kernel.entry == nullptr) {

@@ -28,7 +28,7 @@ struct KernelArgument {
 std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image);
 
 // Launch the kernel of a role on the grid that the image tells for this many rows, with one argument, asynchronous on
-// `stream`. Where the image has no pipelined step for the device, its step runs.
+// `stream`. Where the image has no special step (pipelined, of one token) for the device, its step runs.
 std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const char* role, int64_t rows,
                           KernelArgument& argument, cudaStream_t stream);
 

@@ -43,6 +43,7 @@ std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions
 }
 
 const char* role(const Buffers&, int64_t window_tokens, const IntFields&) {
+  if (window_tokens == 1) return "one_token_step";
   return window_tokens <= LONGEST_STEP_WINDOW ? "step" : "prefill";
 }
 

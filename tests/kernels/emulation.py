@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trtllm_replayssm.contract import plugin_io
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, causal_conv1d_params, mamba2_params
+from trtllm_replayssm.plugins.params import causal_conv1d_params, causal_conv1d_role, mamba2_params
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
     Mamba2Specialization,
@@ -92,7 +92,8 @@ class Emulator:
         # An output that the kernel does not write stays NaN and is found.
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         params = mamba2_params(tuple(tensors[name] for name in plugin_io.MAMBA2.inputs), y)
-        self._run(specialization, params, x, specialization.window)
+        role = self.role or ("step" if x.shape[1] <= specialization.window else "prefill")
+        self._run(specialization, role, params, x)
         return y
 
     def causal_conv1d(self, *, activation: str | None, **tensors: Tensor | None) -> Tensor:
@@ -102,11 +103,11 @@ class Emulator:
         specialization = CausalConv1dSpecialization(x.shape[2], weight.shape[1], dtype_name(x))
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.CAUSAL_CONV1D.inputs)
-        self._run(specialization, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), x, LONGEST_STEP_WINDOW)
+        role = self.role or causal_conv1d_role(x.shape[1])
+        self._run(specialization, role, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), x)
         return y
 
-    def _run(self, specialization: Specialization, params: Any, x: Tensor, longest_step: int) -> None:
-        role: Role = self.role or ("step" if x.shape[1] <= longest_step else "prefill")
+    def _run(self, specialization: Specialization, role: Role, params: Any, x: Tensor) -> None:
         library = emulated(specialization, role, self.source_dir)
         grid_x, grid_y, _ = specialization.launch_shape(role).grid(x.shape[0], num_multiprocessors=1)
         library.emulate(ctypes.byref(params), grid_x, grid_y, int(self.is_descending))

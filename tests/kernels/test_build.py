@@ -27,6 +27,11 @@ COMBINATIONS: list[tuple[str, Specialization, Role, str]] = [
     ("N64-fp32-prefill", changed(d_state=64, activation_dtype="float32", dt_dtype="float32"), "prefill", "sm_86"),
     ("N32-state_bf16-step", changed(head_dim=16, d_state=32, n_groups=1, state_dtype="bfloat16"), "step", "sm_103a"),
     ("conv-step", CONV, "step", "sm_90a"),
+    ("conv-one_token_step", CONV, "one_token_step", "sm_90a"),
+    *(
+        (f"conv-K8-{role}", CausalConv1dSpecialization(10240, 8, "float16"), role, "sm_80")
+        for role in ("step", "one_token_step", "prefill")
+    ),
     *(
         (f"{heads}x{head_dim}-state_{state}-T{window}-pipelined-{arch}", shape, "pipelined_step", arch)
         for arch in ("sm_90a", "sm_100a")

@@ -9,7 +9,7 @@ from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Mamba2Specialization
+from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Mamba2Specialization, Role
 
 CONV = CausalConv1dSpecialization(4096, 4, "float16")
 
@@ -26,25 +26,29 @@ def image(own_cache: None) -> bytes:
     return kernel_image(CONV, ["sm_80", "sm_90a", "sm_80"])
 
 
-def test_an_image_holds_both_roles_for_every_architecture_once(image: bytes) -> None:
+def test_an_image_holds_all_roles_for_every_architecture_once(image: bytes) -> None:
     constants, entries = unpack(image)
     assert constants == "causal_conv1d conv_dim=4096 d_conv=4 activation_dtype=float16"
     assert [(e.role, e.compute_capability, e.is_exact) for e in entries] == [
         ("step", 80, False),
         ("prefill", 80, False),
+        ("one_token_step", 80, False),
         ("step", 90, True),
         ("prefill", 90, True),
+        ("one_token_step", 90, True),
     ]
     for entry in entries:
-        shape = CONV.launch_shape("step" if entry.role == "step" else "prefill")
-        assert (entry.symbol, entry.grid_x, entry.block_x, entry.dynamic_shared_bytes) == (
+        role: Role = entry.role  # type: ignore[assignment]
+        shape = CONV.launch_shape(role)
+        assert (entry.symbol, entry.grid_x, entry.block_x, entry.dynamic_shared_bytes, entry.rows_per_block) == (
             shape.symbol,
             shape.grid_x,
             shape.block_x,
             shape.dynamic_shared_bytes,
+            shape.rows_per_block,
         )
         architecture = "sm_90a" if entry.compute_capability == 90 else "sm_80"
-        assert entry.cubin == build.compile_kernel(CONV, "step" if entry.role == "step" else "prefill", architecture)
+        assert entry.cubin == build.compile_kernel(CONV, role, architecture)
         assert entry.symbol.encode() in entry.cubin
 
 

@@ -18,6 +18,7 @@ from trtllm_replayssm.plugins.specialize import ROLES, CausalConv1dSpecializatio
 CONV = CausalConv1dSpecialization(2560, 4, "bfloat16")
 KERNELS: list[tuple[Specialization, Role]] = [
     *((specialization, role) for specialization in (CONV, NANO_9B) for role in ROLES),
+    (CONV, "one_token_step"),
     (NANO_9B, "pipelined_step"),
 ]
 # Loads, stores and copies of anything but parameters and shared memory; prefetches into L2 are no accesses.
@@ -65,7 +66,7 @@ def test_kernels_wait_before_they_touch_a_tensor_and_then_let_the_next_start(
     for broken in (late, late + "griddepcontrol.wait;"):
         with pytest.raises(AssertionError):
             require_rules(broken)
-    if role in ROLES:
+    if role in specialization.roles("sm_80"):
         assert "griddepcontrol" not in ptx_of(specialization, role, "sm_80")
 
 

@@ -11,9 +11,11 @@ from tests.cases import DTYPES
 from tests.kernels.emulation import Emulator
 from tests.ops.driver import bits, int32, relative_error
 from tests.oracle import causal_conv1d as oracle
+from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.specialize import Role
 
-by_role = pytest.mark.parametrize("role", ["step", "prefill"])
+# None: as launched, with the one-token step for windows of one.
+by_role = pytest.mark.parametrize("role", ["step", "prefill", None])
 
 
 @dataclass
@@ -87,12 +89,12 @@ class Sequences:
     ],
 )
 def test_any_windows_give_the_convolution_of_the_whole_sequence(
-    role: Role, conv_dim: int, d_conv: int, dtype: str, activation: str | None, has_bias: bool
+    role: Role | None, conv_dim: int, d_conv: int, dtype: str, activation: str | None, has_bias: bool
 ) -> None:
     sequences = Sequences(Emulator(role), conv_dim, d_conv, dtype, d_conv + 4, activation, has_bias)
     # Windows shorter than the kernel, rejected, empty, as long as the ring, longer, and over several tiles.
     windows = [(1, 1, 1), (3, 2, 5), (0, 0, 2), (5, 0, 5), (2, 1, 2), (d_conv + 4, 4, 9), (40, 40, 41), (4, 3, 4)]
-    windows += [(150, 149, 150), (1, 1, 1), (5, 5, 5)]
+    windows += [(150, 149, 150), (1, 1, 1), (5, 5, 5), (1, 0, 1), (0, 0, 1), (1, 1, 1)]
     bound = tolerances.CAUSAL_CONV1D["cpu", dtype].output
     for window in windows:
         assert sequences.run(*window) <= bound, f"window {window}"
@@ -100,9 +102,30 @@ def test_any_windows_give_the_convolution_of_the_whole_sequence(
 
 def test_both_roles_and_any_order_of_threads_give_the_same_bits() -> None:
     results = []
-    for emulator in (Emulator("step"), Emulator("prefill"), Emulator("prefill", is_descending=True)):
+    for emulator in (Emulator(), Emulator("step"), Emulator("prefill"), Emulator("prefill", is_descending=True)):
         sequences = Sequences(emulator, 264, 4, "bfloat16", 8)
-        for window in ((3, 3, 3), (70, 69, 70), (2, 2, 2)):
+        for window in ((3, 3, 3), (1, 1, 1), (70, 69, 70), (1, 1, 1), (2, 2, 2)):
             sequences.run(*window)
         results.append(bits(sequences.base))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("seq_len", [1, 2, 4, 9])
+def test_every_row_is_run_and_none_beyond_the_last(num_rows: int, seq_len: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    x, ring = (torch.randn(n, s, 264, generator=generator) for n, s in ((num_rows, seq_len), (9, 4 + seq_len)))
+    weight, bias = torch.randn(264, 4, generator=generator), torch.randn(264, generator=generator)
+    rows = {
+        "past_lengths": int32([5 * row for row in range(num_rows)]),
+        "num_tokens": int32([max(seq_len - row, 0) for row in range(num_rows)]),
+        "slot_ids": int32([8 - row if row != 1 else -1 for row in range(num_rows)]),
+    }
+    results = []
+    for run in (Emulator().causal_conv1d, ops.causal_conv1d):
+        own_ring = ring.clone()
+        y = run(x=x, weight=weight, bias=bias, conv_ring=own_ring, **rows, activation="silu")
+        results.append((y, own_ring))
+    (found, found_ring), (expected, expected_ring) = results
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(bits(found_ring), bits(expected_ring))

@@ -15,7 +15,6 @@ from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PluginIO
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
 from trtllm_replayssm.plugins.specialize import (
-    ROLES,
     CausalConv1dSpecialization,
     Mamba2Specialization,
     Role,
@@ -70,7 +69,10 @@ def device_image(specialization: Specialization) -> bytes:
 
 def emulated_image(specialization: Specialization, folder: Path) -> bytes:
     """Compile the kernels for the CPU; the image holds their paths where cubins would be."""
-    return pack(constants_of(specialization), [_emulated_entry(specialization, role, folder) for role in ROLES])
+    return pack(
+        constants_of(specialization),
+        [_emulated_entry(specialization, role, folder) for role in specialization.roles("sm_80")],
+    )
 
 
 def _emulated_entry(specialization: Specialization, role: Role, folder: Path) -> KernelEntry:

@@ -236,6 +236,18 @@ def test_blocks_of_several_rows_make_a_smaller_grid(io: PluginIO) -> None:
     assert [launch.grid for launch in recording.launches()] == [(11, 1, 1), (11, 1, 1), (11, 2, 1), (7, 5, 1)]
 
 
+def test_the_convolution_of_one_token_has_its_own_kernel_where_the_image_has_one() -> None:
+    one = entry("one_token_step", grid_x=5, block_x=64, rows_per_block=2)
+    calls = [call_of(CAUSAL_CONV1D, 3, 1), call_of(CAUSAL_CONV1D, 3, 2), call_of(CAUSAL_CONV1D, 3, 9)]
+    for image, first in (
+        (image_of(CAUSAL_CONV1D, entry("step"), entry("prefill", grid_x=7), one), (5, 2, 1)),
+        (image_of(CAUSAL_CONV1D, entry("step"), entry("prefill", grid_x=7)), (11, 3, 1)),
+    ):
+        recording = run(scenario(CAUSAL_CONV1D, *calls, image=image))
+        require_quiet(recording)
+        assert [launch.grid for launch in recording.launches()] == [first, (11, 3, 1), (7, 3, 1)]
+
+
 def test_a_device_without_a_pipelined_step_takes_the_generic_one() -> None:
     others = [entry(role, compute_capability=80, symbol=f"sm80_{role}") for role in ("step", "prefill")]
     image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined(), *others)

@@ -27,8 +27,8 @@ __device__ inline void load_batch(const CausalConv1dParams& params, int row, int
 
 // Convolve the tokens [first, last) of a row.
 template <bool IS_ALIGNED>
-__device__ inline void convolve_tokens(const CausalConv1dParams& params, const ConvRow& row, int first, int last,
-                                       int channel) {
+__device__ inline void convolve_share(const CausalConv1dParams& params, const ConvRow& row, int first, int last,
+                                      int channel) {
   Batch batch;
   load_batch<IS_ALIGNED>(params, row.index, first, last, channel, batch);
 #pragma unroll
@@ -78,7 +78,7 @@ __device__ inline void convolve_row(const CausalConv1dParams& params, int index,
   const int count = max(MIN_TOKENS_PER_SPLIT, (share + TOKENS_PER_BATCH - 1) / TOKENS_PER_BATCH * TOKENS_PER_BATCH);
   const int first = split * count;
   if (first >= row.num_tokens) return;
-  convolve_tokens<IS_ALIGNED>(params, row, first, min(first + count, row.num_tokens), channel);
+  convolve_share<IS_ALIGNED>(params, row, first, min(first + count, row.num_tokens), channel);
   if (split == 0) append_window<IS_ALIGNED>(params, row, channel);  // after the reads of the ring
 }
 

@@ -3,8 +3,8 @@
 #pragma once
 #include <cstdint>
 
-// Both kernels are right for every window; the step kernel is launched up to this many tokens, as decoding and
-// verification have them at most (max_draft_len 7), and the prefill kernel, which shares a window out, beyond.
+// The step kernel is launched up to this many tokens, as verification has them at most (max_draft_len 7), and for one
+// alone the one-token step; the prefill kernel, which shares a window out, beyond. Step and prefill can run any window.
 constexpr int64_t LONGEST_STEP_WINDOW = 8;
 
 struct CausalConv1dParams {

@@ -4,6 +4,7 @@
 // it: inputs and taps at once, the ring as soon as the lengths are known.
 #pragma once
 #include "causal_conv1d/row.cuh"
+#include "common/dependent_launch.cuh"
 
 namespace replay {
 
@@ -21,8 +22,8 @@ __device__ inline void load_tokens(const CausalConv1dParams& params, int seq_len
 // Write the outputs and the ring rows of window tokens from `first` on; `ring_row` is that of `first`, then the next.
 template <int TOKENS>
 __device__ inline void convolve_tokens(const CausalConv1dParams& params, int seq_len, const ConvRow& row,
-                                       const Taps& taps, int first, int channel, const Tokens<D_CONV - 1 + TOKENS>& inputs,
-                                       int& ring_row) {
+                                       const Taps& taps, int first, int channel,
+                                       const Tokens<D_CONV - 1 + TOKENS>& inputs, int& ring_row) {
 #pragma unroll
   for (int i = 0; i < TOKENS; ++i) {
     const int token = first + i;
@@ -45,7 +46,7 @@ __device__ inline void convolve_tokens(const CausalConv1dParams& params, int seq
 }
 
 // Convolve ROWS rows from `first_row` on, TOKENS tokens of each at a time; the first of all rows are loaded together.
-// `seq_len` is that of params: a constant spares the loop.
+// `seq_len` is that of params: where it is a constant there is no loop.
 template <bool IS_ALIGNED, int ROWS, int TOKENS>
 __device__ inline void convolve_rows(const CausalConv1dParams& params, int seq_len, int first_row, int channel) {
   Lengths lengths[ROWS];
@@ -77,6 +78,25 @@ __device__ inline void convolve_rows(const CausalConv1dParams& params, int seq_l
         load_tokens<IS_ALIGNED, TOKENS>(params, seq_len, rows[j].index, first, channel, inputs[j]);
       }
       convolve_tokens<TOKENS>(params, seq_len, rows[j], taps, first, channel, inputs[j], ring_row);
+    }
+  }
+}
+
+template <int ROWS, int TOKENS>
+__device__ inline void run_step(const CausalConv1dParams& params, int seq_len) {
+  const int channel = (blockIdx.x * BLOCK_THREADS + threadIdx.x) * CHANNELS_PER_THREAD;
+  const int first_row = blockIdx.y * ROWS;
+  if (threadIdx.x == 0) prefetch_lengths(params, first_row);
+  if (blockIdx.y == 0 && channel < CONV_DIM) prefetch_taps(params, channel);
+  wait_for_previous();
+  let_next_start();
+  if (channel >= CONV_DIM) return;
+  if (are_aligned(params)) {
+    convolve_rows<true, ROWS, TOKENS>(params, seq_len, first_row, channel);
+  } else {
+#pragma unroll 1
+    for (int row = first_row; row < min(first_row + ROWS, params.num_rows); ++row) {
+      convolve_rows<false, 1, 1>(params, seq_len, row, channel);
     }
   }
 }
