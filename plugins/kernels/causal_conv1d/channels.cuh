@@ -101,8 +101,8 @@ __device__ inline float silu(float x) {
   return x * ptx::reciprocal(1.0f + ptx::exp2(-LOG2_E * x));
 }
 
-// y = activation(bias + sum over taps) of TOKENS tokens, in fp32, rounded once. `inputs` are the D_CONV - 1 tokens before
-// them, oldest first, then they. One channel after the other, so that few numbers are unpacked at a time.
+// y = activation(bias + sum over taps) of TOKENS tokens, in fp32, rounded once. `inputs` are the D_CONV - 1 tokens
+// before them, oldest first, then they. One channel after the other, so that few numbers are unpacked at a time.
 template <int TOKENS>
 __device__ inline Tokens<TOKENS> convolve(Taps taps, const Tokens<D_CONV - 1 + TOKENS>& inputs, bool is_silu) {
   Tokens<TOKENS> y = {};

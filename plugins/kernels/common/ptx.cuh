@@ -49,7 +49,7 @@ __device__ inline float reciprocal(float x) {
 __device__ inline void make_opaque(uint32_t& word) { asm volatile("" : "+r"(word)); }
 __device__ inline void make_opaque(uint16_t& word) { asm volatile("" : "+h"(word)); }
 
-// Loads before it are under way before anything after it is: without, the compiler puts a load where it is first needed.
+// Loads before it are under way before loads after it: without, the compiler puts a load where it is first needed.
 __device__ inline void issue_loads() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 
 // One access of a whole T of 2, 4, 8 or 16 bytes, where the program has it: the compiler neither splits it nor lets it
