@@ -21,8 +21,11 @@ KERNELS: list[tuple[Specialization, Role]] = [
     (CONV, "one_token_step"),
     (NANO_9B, "pipelined_step"),
 ]
-# Loads, stores and copies of anything but parameters and shared memory; prefetches into L2 are no accesses.
-GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|red|atom)\.(?!param|shared|local)[\w.:]+|\bcp\.async\.(?:ca|cg|bulk)[\w.:]*")
+# Loads, stores and copies of anything but parameters and shared memory. Prefetches into L2 are no accesses, and relaxed
+# loads, which pass the L1 cache, are for guessing what to prefetch.
+GLOBAL_ACCESS = re.compile(
+    r"\b(?:ld|st|red|atom)\.(?!param|shared|local|relaxed)[\w.:]+|\bcp\.async\.(?!bulk\.prefetch)(?:ca|cg|bulk)[\w.:]*"
+)
 END = re.compile(r"\b(?:ret|exit);")
 
 

@@ -91,8 +91,8 @@ __device__ inline Taps load_taps(const CausalConv1dParams& params, int channel) 
 
 // Bring the taps of a thread's channels to L2, where stores to them would arrive too.
 __device__ inline void prefetch_taps(const CausalConv1dParams& params, int channel) {
-  ptx::prefetch(weight_of(params, channel));
-  if (params.bias != nullptr) ptx::prefetch(bias_of(params, channel));
+  ptx::prefetch_line(weight_of(params, channel));
+  if (params.bias != nullptr) ptx::prefetch_line(bias_of(params, channel));
 }
 
 // x / (1 + exp(-x)) by the hardware's functions: within some units in the last place of fp32.

@@ -15,9 +15,9 @@ struct ConvRow {
 
 // Bring the lengths to L2, where stores to them would arrive too.
 __device__ inline void prefetch_lengths(const CausalConv1dParams& params, int index) {
-  ptx::prefetch(params.slot_ids + index);
-  ptx::prefetch(params.past_lengths + index);
-  ptx::prefetch(params.num_tokens + index);
+  ptx::prefetch_line(params.slot_ids + index);
+  ptx::prefetch_line(params.past_lengths + index);
+  ptx::prefetch_line(params.num_tokens + index);
 }
 
 // A row's lengths as they stand in memory: loading them waits for nothing.

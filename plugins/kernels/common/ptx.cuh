@@ -94,11 +94,6 @@ __device__ inline void store(T* target, const T& value) {
   }
 }
 
-// Bring the cache line of an address to L2. Nothing is read.
-__device__ inline void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // Start copying 16 bytes to shared memory; they are there after wait_for_copies() and a barrier.
 __device__ inline void copy_async(void* shared_target, const void* source) {
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared_target));

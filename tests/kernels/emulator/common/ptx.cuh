@@ -42,7 +42,7 @@ inline float reciprocal(float x) { return 1.0f / x; }
 inline void make_opaque(uint32_t&) {}
 inline void make_opaque(uint16_t&) {}
 
-inline void prefetch(const void*) {}
+inline void prefetch_line(const void*) {}
 
 inline void check_alignment(const void* pointer, int bytes = 16) {
   if (reinterpret_cast<uintptr_t>(pointer) % bytes != 0) {
