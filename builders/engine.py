@@ -17,7 +17,7 @@ from trtllm_replayssm.builders.plan import build_plan, target_capabilities
 from trtllm_replayssm.builders.profiles import bindings, profiles
 from trtllm_replayssm.builders.progress import BuildProgress
 from trtllm_replayssm.contract import defaults
-from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry, StateDtype
+from trtllm_replayssm.contract.geometry import EngineLimits, History, ModelGeometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.contract.manifest import (
     ENGINE_FILE,
     WEIGHTS_FILE,
@@ -27,6 +27,7 @@ from trtllm_replayssm.contract.manifest import (
     WeightsMode,
 )
 from trtllm_replayssm.errors import CheckpointError, ConfigError, validation_text
+from trtllm_replayssm.plugins.history_choice import longest_history, resolve_history
 from trtllm_replayssm.plugins.specialize import MAX_ROWS
 
 ONNX_FILE = "model.onnx"
@@ -70,7 +71,7 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
     max_seq_len: int | None = None,
     max_num_tokens: int | None = None,
     max_draft_len: int = 0,
-    history: int = defaults.HISTORY,
+    history: History = defaults.HISTORY,
     state_dtype: StateDtype = defaults.STATE_DTYPE,
     weights: WeightsMode = "external",
     compute_capabilities: Sequence[int] | None = None,
@@ -88,7 +89,8 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
         max_seq_len: tokens of prompt and generation together; None adds 1024 to max_input_len.
         max_num_tokens: tokens of the longest prefill window; None takes max_input_len, at most 2048.
         max_draft_len: most draft tokens of a step; 0 without speculation.
-        history: most pending tokens of a slot, at least 1 + max_draft_len.
+        history: most pending tokens of a slot, at least 1 + max_draft_len; "auto" takes what costs least for the
+            model, the state type, max_draft_len and the GPUs.
         state_dtype: type of the recurrent state in memory.
         weights: "external" keeps them out of the plan, to be bound at load; "embedded" puts them into it.
         compute_capabilities: GPUs to build for, as 10 * major + minor; None takes the backend's default.
@@ -106,14 +108,22 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
     """
     require_packages()
     output_dir = Path(output_dir)
-    replay, limits = _settings(
+    longest, limits = _settings(
         history, max_draft_len, state_dtype, (max_batch_size, max_input_len, max_seq_len, max_num_tokens)
     )
     check_output(output_dir)
     folder, geometry, has_weights = _open_checkpoint(Path(checkpoint_dir), weights)
-    kernels.specializations(geometry, replay)
+    kernels.specializations(geometry, longest)
     chosen = backends.load(backend)
     capabilities = target_capabilities(chosen, compute_capabilities)
+    resolved = resolve_history(
+        history,
+        geometry,
+        max_draft_len=max_draft_len,
+        state_dtype=state_dtype,
+        compute_capabilities=capabilities,
+    )
+    replay = longest.model_copy(update={"history": resolved})
     task = BuildTask(folder, geometry, replay, limits, weights, has_weights, chosen, capabilities)
     with progress or BuildProgress() as shown:
         with shown.step("load plugins"):  # before the long steps: a missing compiler is found here
@@ -173,14 +183,16 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
 
 
 def _settings(
-    history: int,
+    history: History,
     max_draft_len: int,
     state_dtype: StateDtype,
     lengths: tuple[int, int, int | None, int | None],
 ) -> tuple[ReplayGeometry, EngineLimits]:
     max_batch_size, max_input_len, max_seq_len, max_num_tokens = lengths
     try:
-        replay = ReplayGeometry(history=history, max_draft_len=max_draft_len, state_dtype=state_dtype)
+        # What "auto" becomes depends on the model and the GPUs; until these are known, the longest that it may become.
+        longest = longest_history(history, max_draft_len)
+        replay = ReplayGeometry(history=longest, max_draft_len=max_draft_len, state_dtype=state_dtype)
         limits = EngineLimits(
             max_batch_size=max_batch_size,
             max_input_len=max_input_len,

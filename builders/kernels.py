@@ -25,18 +25,7 @@ def specializations(geometry: ModelGeometry, replay: ReplayGeometry) -> dict[str
         CAUSAL_CONV1D.op_type: CausalConv1dSpecialization(
             conv_dim=m.conv_dim, d_conv=m.d_conv, activation_dtype=geometry.dtype
         ),
-        MAMBA2.op_type: Mamba2Specialization(
-            n_heads=m.n_heads,
-            head_dim=m.head_dim,
-            d_state=m.d_state,
-            n_groups=m.n_groups,
-            history=replay.history,
-            max_draft_len=replay.max_draft_len,
-            activation_dtype=geometry.dtype,
-            state_dtype=replay.state_dtype,
-            # The modules hand dt on as the projection made it.
-            dt_dtype=geometry.dtype,
-        ),
+        MAMBA2.op_type: Mamba2Specialization.of_layer(m, replay, geometry.dtype),
     }
 
 

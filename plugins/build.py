@@ -51,7 +51,7 @@ def compile_kernel(specialization: Specialization, role: Role, architecture: str
         BackendError: cuda-core or NVRTC is not installed.
         BuildError: NVRTC refuses the sources (its log is in the message), or the cache cannot be written.
     """
-    _check_architecture(specialization, role, architecture)
+    check_architecture(specialization, role, architecture)
     entry = cache_dir() / "kernels" / f"{_key(specialization, role, architecture)}.cubin"
     cubin = _read_entry(entry)
     if cubin is None:
@@ -60,7 +60,13 @@ def compile_kernel(specialization: Specialization, role: Role, architecture: str
     return cubin
 
 
-def _check_architecture(specialization: Specialization, role: Role, architecture: str) -> None:
+def check_architecture(specialization: Specialization, role: Role, architecture: str) -> None:
+    """Refuse a kernel that an architecture does not have or cannot hold.
+
+    Raises:
+        UnsupportedError: an unknown architecture, a role that the specialization has not for it, or one whose shared
+            memory is too small for these constants.
+    """
     if architecture not in MAX_SHARED_BYTES:
         raise UnsupportedError(f"architecture: found {architecture!r}; needed one of {', '.join(ARCHITECTURES)}.")
     if role not in specialization.roles(architecture):

@@ -5,10 +5,10 @@ assert at compile time that their own layout needs the threads and the shared by
 """
 
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from trtllm_replayssm.contract import protocol
-from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, StateDtype
+from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, Mamba2Geometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins import pipeline_shape
 from trtllm_replayssm.plugins.pipeline_shape import PipelineShape
@@ -133,6 +133,21 @@ class Mamba2Specialization:
                 "head_dim a multiple of 8 from 16 to 128, d_state 32, 64, 128 or 256, n_groups dividing n_heads, "
                 'history at most 64, max_draft_len at most 7. Other shapes run on the CPU (device="cpu").'
             )
+
+    @classmethod
+    def of_layer(cls, m: Mamba2Geometry, replay: ReplayGeometry, dtype: ActivationDtype) -> Self:
+        """Return the constants of a model's layer: its dt comes as the projection made it, in the activation type."""
+        return cls(
+            n_heads=m.n_heads,
+            head_dim=m.head_dim,
+            d_state=m.d_state,
+            n_groups=m.n_groups,
+            history=replay.history,
+            max_draft_len=replay.max_draft_len,
+            activation_dtype=dtype,
+            state_dtype=replay.state_dtype,
+            dt_dtype=dtype,
+        )
 
     @property
     def window(self) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from trtllm_replayssm.contract import defaults
-from trtllm_replayssm.contract.geometry import Frozen, StateDtype
+from trtllm_replayssm.contract.geometry import AUTO, Frozen, History, StateDtype
 from trtllm_replayssm.errors import ConfigError, validation_text
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -33,15 +33,24 @@ class ReplayConfig(UserOptions):
     """How recurrent layers keep their state.
 
     Attributes:
-        history: most pending tokens of a slot before its checkpoint is written; at least 1 + max_draft_len.
+        history: most pending tokens of a slot before its checkpoint is written; at least 1 + max_draft_len. "auto"
+            takes what costs least for the model, the state type, the drafts and the device; with an engine, what it
+            has.
         state_dtype: type of the checkpoint in memory.
         enabled: False runs the conventional decode for comparison: the state is rewritten for every token and, with
             speculation, a state snapshot is kept per window token. The torch executor alone has it.
     """
 
-    history: PositiveInt = defaults.HISTORY
+    history: History = defaults.HISTORY
     state_dtype: StateDtype = defaults.STATE_DTYPE
     enabled: bool = True
+
+    @field_validator("history", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: object) -> object:
+        if (type(value) is int and value >= 1) or (isinstance(value, str) and value == AUTO):
+            return value
+        raise ValueError(f"found {value!r}; needed an integer from 1 up or {AUTO!r}")
 
 
 class NGramDecodingConfig(UserOptions):

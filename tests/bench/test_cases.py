@@ -5,7 +5,7 @@ import pytest
 
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import BYTES_BETWEEN_USES, draw_cursors, make_cases, parse_shape
-from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract import flush_cycle, protocol
 from trtllm_replayssm.contract.geometry import ReplayGeometry
 from trtllm_replayssm.errors import ConfigError, ReplaySSMError
 
@@ -45,6 +45,15 @@ def test_cursors_of_longer_windows_are_stationary() -> None:
     assert (flushes * pending).mean() == pytest.approx(committed, rel=0.01)
     for early, late in ((flushes[:16], flushes[-16:]), (pending[:16], pending[-16:])):
         assert early.mean() == pytest.approx(late.mean(), rel=0.02)
+
+
+@pytest.mark.parametrize(("history", "max_draft_len"), [(8, 0), (16, 3), (32, 7), (4, 3)])
+def test_drawn_cursors_flush_as_often_as_the_protocol_does_in_the_long_run(history: int, max_draft_len: int) -> None:
+    replay = ReplayGeometry(history=history, max_draft_len=max_draft_len)
+    cursors = draw_cursors(replay, 4000, 64, seed=3)
+    expected = flush_cycle.flush_cycle(history, max_draft_len)
+    assert cursors.flushes(replay).mean() == pytest.approx(expected.flush_fraction, rel=0.01)
+    assert cursors.mean_pending() == pytest.approx(expected.mean_pending, rel=0.01)
 
 
 def test_the_same_seed_draws_the_same_cursors() -> None:

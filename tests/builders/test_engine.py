@@ -99,22 +99,13 @@ def test_the_times_of_a_build_are_of_steps_that_do_not_contain_each_other(engine
     assert all(seconds >= 0 for seconds in report.seconds.values())
 
 
-def test_embedded_weights_are_no_bindings(rank_checkpoint: Path, tmp_path: Path) -> None:
-    folder = build(rank_checkpoint, tmp_path / "engine", weights="embedded", compute_capabilities=[86], **SMALL)
-    manifest = read_manifest(folder)
-    assert manifest.weights == "embedded"
-    assert not [tensor.name for tensor in manifest.tensors if tensor.role == "weight"]
-    embedding = tiny_geometry().vocab_size * tiny_geometry().d_model * 4
-    weights = (rank_checkpoint / "rank0.safetensors").read_bytes()
-    at = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])["embedding.weight"]["data_offsets"][0]
-    start = 8 + int.from_bytes(weights[:8], "little") + at
-    assert weights[start : start + embedding] in (folder / "rank0.engine").read_bytes(), "the plan has no embedding"
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"history": 3, "max_draft_len": 3}, ConfigError, "history: found 3 with max_draft_len=3; needed at least 4"),
+        ({"history": "most"}, ConfigError, "history: found 'most'; needed a valid integer"),
+        ({"history": "auto", "max_draft_len": 40}, ConfigError, "history: found 'auto' with max_draft_len=40"),
+        ({"history": "auto", "max_draft_len": 8}, UnsupportedError, "max_draft_len at most 7"),
         ({"max_input_len": 64, "max_seq_len": 32}, ConfigError, "max_input_len: found 64; needed at most max_seq_len"),
         ({"max_num_tokens": 20}, ConfigError, "max_num_tokens: found 20; needed at most max_input_len"),
         ({"max_batch_size": 65536}, ConfigError, "max_batch_size: found 65536; needed at most 65535"),

@@ -216,6 +216,13 @@ def test_an_engine_folder_runs_in_torch_with_the_engines_settings(engine: Path, 
         LLM(engine, device="cpu", speculative_config=NGramDecodingConfig(max_draft_len=4))
 
 
+def test_auto_takes_a_history_that_suits_the_model(folder: Path) -> None:
+    opened = LLM(folder, device="cpu", replay=ReplayConfig(history="auto", state_dtype="bfloat16"))
+    # Of so small a state, in half its bytes, most of what a step moves are ring rows in fp32.
+    assert opened.replay == ReplayGeometry(history=8, state_dtype="bfloat16")
+    assert repr(opened).endswith(", history=8)")
+
+
 def test_an_engine_folder_without_weights_takes_them_from_a_checkpoint(
     engine: Path, rank_checkpoint: Path, folder: Path, llm: LLM, tmp_path: Path
 ) -> None:
@@ -307,7 +314,8 @@ def test_a_name_of_the_hub_is_not_downloaded_and_the_message_says_how_to() -> No
 def test_an_llm_closes_itself_and_is_not_used_again(folder: Path) -> None:
     with LLM(folder, device="cpu", max_seq_len=32) as llm:
         assert repr(llm) == (
-            f"LLM({str(folder)!r}, executor='torch', device='cpu', dtype='float32', max_batch_size=8, max_seq_len=32)"
+            f"LLM({str(folder)!r}, executor='torch', device='cpu', dtype='float32', max_batch_size=8, max_seq_len=32, "
+            "history=16)"
         )
         assert token_ids(llm, "same")
     llm.close()

@@ -78,6 +78,7 @@ def test_json_holds_outputs_and_metrics_and_speculation_changes_nothing(
         result = json.loads(capsys.readouterr().out)
         assert result["metrics"]["num_generated_tokens"] == 20
         assert (result["executor"], result["device"]) == ("torch", "cpu")
+        assert result["history"] == (8 if "--history" in options else 16)
         (output,) = result["outputs"]
         assert (output["prompt"], output["finished"]) == ("abcabcabc", True)
         texts.append(output["outputs"][0]["token_ids"])
@@ -101,6 +102,8 @@ def test_options_reach_the_model(
     assert [options["max_num_tokens"] for options in seen] == [None, 3]
     assert seen[0]["replay"].model_fields_set == set()  # what was left open, an engine may fill in
     assert seen[1]["replay"] == ReplayConfig(history=4, state_dtype="bfloat16")
+    assert run(folder, "--prompt", "abc", "--max_tokens", "2", "--history", "auto", "--json") == 0
+    assert seen[2]["replay"] == ReplayConfig(history="auto")
 
 
 def test_prompts_come_from_files(tmp_path: Path) -> None:
@@ -153,6 +156,8 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
         (["--prompt", "a", "--speculative", "guess"], "'--speculative': 'guess' is not one of 'ngram'. Try --help."),
         (["--prompt", "a", "--max_draft_len", "2"], "without --speculative; needed both or neither. [C001]"),
         (["--prompt", "a", "--speculative", "ngram", "--history", "2"], "history: found 2 with max_draft_len=4"),
+        (["--prompt", "a", "--history", "most"], "history: found 'most'; needed an integer or 'auto'"),
+        (["--prompt", "a", "--history", "0"], "history: found 0; needed an integer from 1 up or 'auto'. [C001]"),
         (["--prompt", "a", "--executor", "tensorrt"], "found no engine"),
         (["--prompt", "a", "--max_batch_size", "0"], "max_batch_size: found 0"),
         (["--prompt", "a", "--max_num_tokens", "0"], "max_num_tokens"),

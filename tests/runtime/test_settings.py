@@ -8,10 +8,11 @@ import torch
 from tests.builders.tiny_geometry import tiny_geometry
 from tests.runtime.manifests import tiny_manifest
 from trtllm_replayssm import ReplayConfig
+from trtllm_replayssm.bench.cases import SHAPES
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.errors import CapacityError, ConfigError
-from trtllm_replayssm.runtime import pools, settings
+from trtllm_replayssm.runtime import opening, pools, settings
 
 
 def options(**chosen: Any) -> settings.Options:
@@ -48,6 +49,33 @@ def test_impossible_options_are_errors_with_the_numbers(chosen: dict[str, Any], 
         settings.of_model(tiny_geometry(), options(**chosen))
 
 
+def test_auto_becomes_the_history_that_costs_least_for_the_model_and_its_device() -> None:
+    geometry = tiny_geometry(dtype="bfloat16", mamba2=SHAPES["nano9b"])
+    wish = options(replay=ReplayConfig(history="auto"), max_draft_len=3)
+    found = [settings.of_model(geometry, wish, targets).replay for targets in ((), (80,), (90,))]
+    assert found == [ReplayGeometry(history=history, max_draft_len=3) for history in (32, 32, 16)]
+    with pytest.raises(ConfigError, match="history: found 'auto' with max_draft_len=40"):
+        settings.of_model(geometry, options(replay=ReplayConfig(history="auto"), max_draft_len=40))
+
+
+@pytest.mark.parametrize(("name", "enabled", "expected"), [("cuda", True, 16), ("cuda", False, 32), ("cpu", True, 32)])
+def test_auto_asks_the_device_whose_kernels_will_run(
+    monkeypatch: pytest.MonkeyPatch, name: str, enabled: bool, expected: int
+) -> None:
+    """The conventional decode has no kernels, like the CPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    wish = options(replay=ReplayConfig(history="auto", enabled=enabled), max_draft_len=3)
+    targets = opening._kernel_capabilities(wish, torch.device(name))
+    geometry = tiny_geometry(dtype="bfloat16", mamba2=SHAPES["nano9b"])
+    assert settings.of_model(geometry, wish, targets).replay.history == expected
+
+
+@pytest.mark.parametrize("history", [0, -1, True, 8.0, "8", "AUTO", None])
+def test_a_history_is_a_number_or_auto(history: Any) -> None:
+    with pytest.raises(ConfigError, match=f"history: found {history!r}; needed an integer from 1 up or 'auto'"):
+        ReplayConfig(history=history)
+
+
 def test_an_engine_gives_its_own_values_and_less_can_be_asked_for() -> None:
     manifest = tiny_manifest()
     found = settings.of_engine(manifest, options())
@@ -82,6 +110,7 @@ def test_all_contradictions_are_named_at_once() -> None:
 def test_what_the_user_left_at_its_default_contradicts_nothing() -> None:
     assert settings.of_engine(tiny_manifest(), options(replay=ReplayConfig())).replay.history == 8
     assert settings.of_engine(tiny_manifest(), options(replay=ReplayConfig(history=8))).replay.history == 8
+    assert settings.of_engine(tiny_manifest(), options(replay=ReplayConfig(history="auto"))).replay.history == 8
 
 
 def test_pools_are_allocated_as_the_contract_lists_them() -> None:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract import flush_cycle, protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, Mamba2Geometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.errors import ConfigError
 from trtllm_replayssm.plugins.specialize import MAX_ROWS, CausalConv1dSpecialization, Mamba2Specialization
@@ -28,8 +28,6 @@ ACTIVATION_DTYPE: Final[ActivationDtype] = "bfloat16"
 
 BYTES_BETWEEN_USES: Final = 256 * 2**20
 """What other launches touch between two uses of one state: several times the L2 cache of any GPU of today."""
-ACCEPTANCE: Final = 0.7
-"""Probability that a draft token is accepted, each by itself, as long as those before it were."""
 # From any start the pending counts of a window of several tokens have mixed long before.
 _BURN_IN_STEPS: Final = 64
 _DRAWN_STEPS: Final = 16
@@ -122,17 +120,7 @@ def _check(case: KernelCase) -> None:
     m, replay = case.geometry, case.replay
     if not 1 <= case.batch_size <= MAX_ROWS:
         raise ConfigError(f"batch_sizes: found {case.batch_size}; needed 1 to {MAX_ROWS}.")
-    Mamba2Specialization(
-        n_heads=m.n_heads,
-        head_dim=m.head_dim,
-        d_state=m.d_state,
-        n_groups=m.n_groups,
-        history=replay.history,
-        max_draft_len=replay.max_draft_len,
-        activation_dtype=ACTIVATION_DTYPE,
-        state_dtype=replay.state_dtype,
-        dt_dtype=ACTIVATION_DTYPE,
-    )
+    Mamba2Specialization.of_layer(m, replay, ACTIVATION_DTYPE)
     CausalConv1dSpecialization(m.conv_dim, m.d_conv, ACTIVATION_DTYPE)
 
 
@@ -163,9 +151,9 @@ def draw_cursors(replay: ReplayGeometry, num_slots: int, num_steps: int, *, seed
     """Draw the lengths of desynchronised slots over consecutive steps, as the protocol's ``advance`` moves them.
 
     With T = 1 slot r begins with 1 + (r mod history) pending rows, and every step adds one: over ``history`` steps each
-    slot is once at every count from 1 to history. With T > 1 the slots run until their counts have mixed; a step keeps
-    its first token and the drafts after it up to the first that is rejected, each accepted with ``ACCEPTANCE``. Ring
-    positions are random, and no checkpoint stands at position 0.
+    slot is once at every count from 1 to history. With T > 1 the slots run until their counts have mixed; how many
+    tokens a step keeps is drawn from ``flush_cycle.accepted_probabilities``. Ring positions are random, and no
+    checkpoint stands at position 0.
 
     Args:
         replay: history and window.
@@ -177,11 +165,11 @@ def draw_cursors(replay: ReplayGeometry, num_slots: int, num_steps: int, *, seed
     checkpoint = rng.integers(1, 1 + 4 * replay.ring_rows, num_slots)
     past = checkpoint + 1 + np.arange(num_slots) % replay.history
     drawn: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    probabilities = flush_cycle.accepted_probabilities(replay.max_draft_len)
     burn_in = 0 if replay.window == 1 else _BURN_IN_STEPS
     for _ in range(burn_in + num_steps):
         drawn.append((past, checkpoint))
-        is_kept = rng.random((num_slots, replay.max_draft_len)) < ACCEPTANCE
-        accepted = 1 + np.cumprod(is_kept, axis=1, dtype=np.int64).sum(1)
+        accepted = 1 + rng.choice(replay.window, num_slots, p=probabilities)
         past, checkpoint = protocol.advance(
             past, checkpoint, accepted, history=replay.history, max_draft_len=replay.max_draft_len
         )

@@ -6,11 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.bench import cases, peers, traffic
+from trtllm_replayssm.bench import cases, peers
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.report import Measurement
 from trtllm_replayssm.bench.timing import Timing, time_graph
 from trtllm_replayssm.bench.workloads import CausalConv1dStep, Mamba2Step, Workload
+from trtllm_replayssm.contract import traffic
 from trtllm_replayssm.errors import CapacityError
 
 Job = tuple[KernelCase, Callable[[KernelCase, torch.device], Workload]]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm import ops
-from trtllm_replayssm.bench import cases, traffic
+from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.workloads import Packed, normal, relative_error, require
+from trtllm_replayssm.contract import traffic
 from trtllm_replayssm.contract.memory import mamba2_checkpoint_bytes
 from trtllm_replayssm.ops.dtypes import torch_dtype
 

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trtllm_replayssm import ops
-from trtllm_replayssm.bench import cases, traffic
+from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.report import REPLAY
+from trtllm_replayssm.contract import traffic
 from trtllm_replayssm.contract.geometry import Mamba2Geometry
 from trtllm_replayssm.contract.memory import mamba2_checkpoint_bytes
 from trtllm_replayssm.errors import NumericsError

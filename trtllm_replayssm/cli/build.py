@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from trtllm_replayssm.cli.history_option import METAVAR, parse_history
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.contract.geometry import StateDtype
@@ -46,8 +47,14 @@ def command(
     ] = None,
     max_draft_len: Annotated[int, typer.Option("--max_draft_len", help="Most draft tokens of a step.")] = 0,
     history: Annotated[
-        int, typer.Option("--history", help="Most pending tokens of a slot before its state is written.")
-    ] = defaults.HISTORY,
+        str,
+        typer.Option(
+            "--history",
+            metavar=METAVAR,
+            help="Most pending tokens of a slot before its state is written; auto takes what costs least for the model "
+            "and the GPUs.",
+        ),
+    ] = str(defaults.HISTORY),
     state_dtype: Annotated[
         StateDtype,
         typer.Option(
@@ -82,7 +89,7 @@ def command(
         max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens,
         max_draft_len=max_draft_len,
-        history=history,
+        history=parse_history(history),
         state_dtype=state_dtype,
         weights=weights,
         compute_capabilities=_capabilities(compute_capability),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from trtllm_replayssm.cli.history_option import METAVAR, parse_history
 from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
@@ -47,10 +48,12 @@ def command(
         int | None, typer.Option("--max_draft_len", help="Most drafts of a step: 4, with --speculative.")
     ] = None,
     history: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--history",
-            help=f"Most pending tokens before a checkpoint is written. {_OR_ENGINE.format(defaults.HISTORY)}",
+            metavar=METAVAR,
+            help="Most pending tokens before a checkpoint is written; auto takes what costs least. "
+            f"{_OR_ENGINE.format(defaults.HISTORY)}",
         ),
     ] = None,
     state_dtype: Annotated[
@@ -118,7 +121,11 @@ def command(
         ignore_eos=ignore_eos,
     )
     speculative_config = _speculative_config(speculative, max_draft_len)
-    wishes = {"history": history, "state_dtype": state_dtype, "enabled": False if conventional else None}
+    wishes = {
+        "history": None if history is None else parse_history(history),
+        "state_dtype": state_dtype,
+        "enabled": False if conventional else None,
+    }
     replay = ReplayConfig(**{name: wish for name, wish in wishes.items() if wish is not None})  # type: ignore[arg-type]
     from trtllm_replayssm.runtime.llm import LLM
 
@@ -135,7 +142,7 @@ def command(
         checkpoint_dir=checkpoint_dir,
     )
     outputs = llm.generate(prompts, params)
-    ran = {"executor": llm.executor, "device": llm.device}
+    ran = {"executor": llm.executor, "device": llm.device, "history": llm.replay.history}
     if as_json:
         result: dict[str, Any] = {"outputs": [asdict(output) for output in outputs], **ran}
         print(json.dumps(result | ({"metrics": llm.metrics()} if metrics else {}), ensure_ascii=False))

@@ -1,7 +1,7 @@
 """Small frozen descriptions of a model's shapes, and of how an engine replays it."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictInt, model_validator
 
@@ -9,6 +9,9 @@ from trtllm_replayssm.contract import defaults, protocol
 
 ActivationDtype = Literal["float32", "float16", "bfloat16"]
 StateDtype = Literal["float32", "float16", "bfloat16"]
+AUTO: Final = "auto"
+History = int | Literal["auto"]
+"""Most pending rows as a user names them; "auto" becomes a number before a ``ReplayGeometry`` is made."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int8": 1}
 

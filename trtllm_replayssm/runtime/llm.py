@@ -100,7 +100,7 @@ class LLM:
         closed = ", closed" if self._is_closed else ""
         return (
             f"LLM({str(self._folder)!r}, executor={self.executor!r}, device={self.device!r}, "
-            f"dtype={self.geometry.dtype!r}, {limits}{closed})"
+            f"dtype={self.geometry.dtype!r}, {limits}, history={self.replay.history}{closed})"
         )
 
     @property

@@ -63,7 +63,7 @@ def _open_model(
             f"{folder}: found no engine; executor 'tensorrt' needed an engine folder. Build one with "
             f"`trtllm-replayssm build`, or use {TORCH_EXECUTOR}."
         )
-    chosen = settings.of_model(geometry, options)
+    chosen = settings.of_model(geometry, options, _kernel_capabilities(options, _device(device)))
     return _torch_executor(folder, chosen, options, device), chosen.limits
 
 
@@ -131,6 +131,14 @@ def _device(name: str) -> torch.device:
             f"device: found {name!r}; needed one of this machine's {torch.cuda.device_count()} CUDA devices. Use 'cpu'."
         )
     return device
+
+
+def _kernel_capabilities(options: settings.Options, device: torch.device) -> tuple[int, ...]:
+    """Return the compute capability whose kernels will run a model; none on the CPU or for the conventional decode."""
+    if device.type != "cuda" or not options.replay.enabled:
+        return ()
+    major, minor = torch.cuda.get_device_capability(device)
+    return (10 * major + minor,)
 
 
 def _cuda(name: str) -> torch.device:

@@ -1,14 +1,16 @@
 """What a user asked for, made whole: a model's geometry or an engine's manifest fills in what was left open."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import InstanceOf, ValidationError
 
 from trtllm_replayssm.config import ReplayConfig, UserOptions
 from trtllm_replayssm.contract import defaults, protocol
-from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.geometry import AUTO, EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import Manifest
 from trtllm_replayssm.errors import ConfigError, validation_text
+from trtllm_replayssm.plugins.history_choice import resolve_history
 
 
 class Options(UserOptions):
@@ -46,15 +48,28 @@ class Settings:
     limits: EngineLimits
 
 
-def of_model(geometry: ModelGeometry, options: Options) -> Settings:
+def of_model(geometry: ModelGeometry, options: Options, compute_capabilities: Sequence[int] = ()) -> Settings:
     """Return the settings of a model that is no engine.
+
+    Args:
+        geometry: the model.
+        options: the user's wishes.
+        compute_capabilities: of the GPUs whose kernels will run it, as 10 * major + minor; none on the CPU.
 
     Raises:
         ConfigError: history < 1 + max_draft_len, or a limit out of range.
+        UnsupportedError: history "auto" for a model that has no kernel for the GPUs.
     """
-    protocol.check_history(options.replay.history, options.max_draft_len)
+    history = resolve_history(
+        options.replay.history,
+        geometry,
+        max_draft_len=options.max_draft_len,
+        state_dtype=options.replay.state_dtype,
+        compute_capabilities=compute_capabilities,
+    )
+    protocol.check_history(history, options.max_draft_len)
     replay = ReplayGeometry(
-        history=options.replay.history, max_draft_len=options.max_draft_len, state_dtype=options.replay.state_dtype
+        history=history, max_draft_len=options.max_draft_len, state_dtype=options.replay.state_dtype
     )
     max_seq_len = options.max_seq_len
     if max_seq_len is None:
@@ -110,7 +125,7 @@ def _contradictions(manifest: Manifest, options: Options) -> list[str]:
     ]
     for name in ("history", "state_dtype"):
         wanted, has = getattr(options.replay, name), getattr(replay, name)
-        if name in options.replay.model_fields_set and wanted != has:
+        if name in options.replay.model_fields_set and wanted not in (AUTO, has):
             problems.append(f"{name}={wanted}, built for {has}")
     if options.dtype not in ("auto", manifest.geometry.dtype):
         problems.append(f"dtype={options.dtype}, built for {manifest.geometry.dtype}")

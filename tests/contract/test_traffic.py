@@ -3,8 +3,8 @@
 import pytest
 
 from trtllm_replayssm.bench.cases import SHAPES
-from trtllm_replayssm.bench.traffic import conv_bytes, conventional_bytes, replay_bytes
 from trtllm_replayssm.contract.geometry import ReplayGeometry
+from trtllm_replayssm.contract.traffic import conv_bytes, conventional_bytes, replay_bytes
 
 NANO = SHAPES["nano9b"]
 STATE = 128 * 80 * 128  # heads x head_dim x d_state
