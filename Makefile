@@ -6,8 +6,18 @@ READY := $(VENV)/.ready
 # The one wheel that carries NVIDIA's plugin headers (Apache-2.0); its own dependencies are not needed.
 HEADERS := kernel-lens==2.0.1
 
+# `make sanitize`: the checker, what of it to run, and the kernels that it watches. CONTRIBUTING.md has the reasons.
+SANITIZER ?= compute-sanitizer
+SANITIZER_TOOLS ?= memcheck racecheck initcheck
+SANITIZER_KERNELS ?= kernel_substring=replay_
+SANITIZED := tests/kernels/test_fresh_memory_gpu.py
+OPTIONS_memcheck := --padding 512 --report-api-errors no --kernel-name $(SANITIZER_KERNELS)
+OPTIONS_racecheck := --racecheck-report all --kernel-name $(SANITIZER_KERNELS)
+OPTIONS_initcheck := --check-api-memory-access no
+OPTIONS_synccheck := --kernel-name $(SANITIZER_KERNELS)
+
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-gpu lint types format all clean
+.PHONY: help env demo test test-gpu sanitize lint types format all clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -32,6 +42,15 @@ test: $(READY)  ## Run the tests; those that need a GPU are skipped where there 
 
 test-gpu: $(READY)  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+sanitize: $(READY) $(SANITIZER_TOOLS:%=sanitize-%)  ## Run the kernels' short GPU tests under compute-sanitizer
+
+sanitize-compiled: $(READY)  # Plainly first: the tests must pass by themselves, and the kernels are in the cache then
+	$(BIN)/python -m pytest -q -m gpu $(SANITIZED)
+
+sanitize-%: sanitize-compiled
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $* --target-processes all --error-exitcode 1 \
+		$(OPTIONS_$*) $(BIN)/python -m pytest -q -m gpu -p no:cacheprovider $(SANITIZED)
 
 lint: $(READY)  ## Check format and style
 	$(BIN)/ruff format --check .

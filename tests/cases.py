@@ -1,12 +1,14 @@
 """Shapes that the ops are tested with: those of real models, scaled in heads, then hostile ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from tests import tolerances
+from tests.pairwise import pairwise
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,46 @@ DEVICE_CASES = (
     Mamba2Case("P128-T8", 4, 128, 128, 2, 16, 7),
     Mamba2Case("HG16-W8-T2-state_bf16", 32, 64, 128, 2, 8, 1, state="bfloat16", spare_ring_rows=2),
     Mamba2Case("P80-decode-state_bf16", 12, 80, 128, 2, 16, 0, state="bfloat16"),
+)
+
+# Heads of a group and head_dim: those of layers with 128x80, 96x80, 64x64, 128x64 and 256x64 heads in 8 groups.
+MAIN_HEADS = ((16, 80), (12, 80), (8, 64), (16, 64), (32, 64))
+_MOST_HEADS = 64
+
+
+def _paired_cases(**axes: Sequence[Any]) -> Iterator[Mamba2Case]:
+    """Pair every two values of the axes; windows of 1 to 8 tokens take turns, as histories of 8 and more hold all."""
+    axes = {"heads": MAIN_HEADS, **axes}
+    for index, values in enumerate(pairwise(axes)):
+        (heads_per_group, head_dim), n_groups, window = values.pop("heads"), values.pop("n_groups"), 1 + index % 8
+        while n_groups * heads_per_group > _MOST_HEADS:
+            heads_per_group //= 2
+        n_heads, d_state, history = n_groups * heads_per_group, values.pop("d_state"), values.pop("history")
+        name = "-".join([f"{n_heads}x{head_dim}-N{d_state}-G{n_groups}-T{window}-W{history}", *values.values()])
+        yield Mamba2Case(name, n_heads, head_dim, d_state, n_groups, history, window - 1, **values)
+
+
+# On a GPU alone, where each of these is another kernel; for the CPU, shapes and types that hypothesis draws say more.
+SHAPE_CASES = tuple(
+    dict.fromkeys(
+        [
+            *_paired_cases(
+                d_state=(128, 64, 256),
+                n_groups=(8, 1, 2, 4),
+                history=(16, 8, 32),
+                activation=tuple(DTYPES),
+                state=tuple(DTYPES),
+            ),
+            # Those that a GPU with bulk copies runs by the pipelined step.
+            *_paired_cases(
+                d_state=(128,),
+                n_groups=(8, 1, 2),
+                history=(16, 8),
+                activation=("bfloat16",),
+                state=("float32", "bfloat16"),
+            ),
+        ]
+    )
 )
 
 # Small, for properties where the type and the model's size do not matter; fp32, so that every digit counts.

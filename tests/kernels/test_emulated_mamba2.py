@@ -9,7 +9,7 @@ import torch
 from tests.cases import DEVICE_CASES, Mamba2Case
 from tests.kernels.emulation import Emulator
 from tests.ops import driver as protocol_driver
-from tests.ops.driver import Mamba2Driver, Row, Window, bits, int32, make_pools
+from tests.ops.driver import Mamba2Driver, Row, Window, bits, int32, live, make_pools
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
 from trtllm_replayssm.plugins.specialize import Role
@@ -46,22 +46,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use(monkeypatch: pytest.MonkeyPatch, emulator: Emulator) -> None:
     monkeypatch.setattr(ops, "mamba2", emulator.mamba2)
-
-
-def live(driver: Mamba2Driver) -> None:
-    """One life of two slots: prefill, windows past a flush and a wrap, rejections, idle rows, a second chunk."""
-    T, history = driver.case.window, driver.case.history
-    driver.run([Row(1, 3, 3), Row(-1, 2, 0), Row(0, T + 33, T + 33)], T + 33)
-    for step in range(history // T + 3):
-        driver.poison_unused()
-        n = step % (T + 1)
-        driver.run([Row(0, T, T), Row(-1, T, 0), Row(1, n, n - n // 2)], T)
-    driver.run([Row(1, 0, 0), Row(0, 0, 0)], 1)
-    driver.poison_unused()
-    driver.run([Row(0, 2, 2), Row(1, 0, 0)], T + 2)
-    driver.reuse(1)
-    driver.poison_unused()
-    driver.run([Row(1, 1, 1), Row(0, T, 1)], T)
 
 
 @pytest.mark.parametrize("case", SHAPE_CLASSES, ids=lambda case: case.name)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import DEVICE_CASES, Mamba2Case
+from tests.cases import DEVICE_CASES, SHAPE_CASES, Mamba2Case
 from tests.ops.driver import Mamba2Driver, Row, bits, int32, make_pools
 from tests.plugins.plugin_ops import mamba2_specialization
 from trtllm_replayssm import ops
@@ -19,7 +19,10 @@ CASES = {case.name: case for case in DEVICE_CASES}
 CHECKED = [CASES["nemotron_h-T5"], CASES["state_bf16"], CASES["W2-N256-P80"]]
 POOLS = ("ssm_state", "x_ring", "B_ring", "dt_ring")
 
-PIPELINED = [case for case in DEVICE_CASES if mamba2_specialization(case).pipeline is not None]
+PIPELINED, PIPELINED_SHAPES = (
+    [case for case in cases if mamba2_specialization(case).pipeline is not None]
+    for cases in (DEVICE_CASES, SHAPE_CASES)
+)
 
 by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 
@@ -230,7 +233,7 @@ def require_agreement(case: Mamba2Case, tensors: dict[str, Tensor], roles: list[
 by_pipelined_case = pytest.mark.parametrize("case", PIPELINED, ids=lambda case: case.name)
 
 
-@by_pipelined_case
+@pytest.mark.parametrize("case", [*PIPELINED, *PIPELINED_SHAPES], ids=lambda case: case.name)
 def test_both_steps_agree_with_dead_memory_poisoned(case: Mamba2Case, roles: list[str]) -> None:
     T = case.window
     driver = in_mid_life(case)

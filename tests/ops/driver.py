@@ -281,6 +281,22 @@ def drive(driver: Mamba2Driver, num_steps: int, *, accept: str = "random") -> No
     driver.assert_within_bounds()
 
 
+def live(driver: Mamba2Driver) -> None:
+    """One life of two slots: prefill, windows past a flush and a wrap, rejections, idle rows, a second chunk."""
+    T, history = driver.case.window, driver.case.history
+    driver.run([Row(1, 3, 3), Row(-1, 2, 0), Row(0, T + 33, T + 33)], T + 33)
+    for step in range(history // T + 3):
+        driver.poison_unused()
+        n = step % (T + 1)
+        driver.run([Row(0, T, T), Row(-1, T, 0), Row(1, n, n - n // 2)], T)
+    driver.run([Row(1, 0, 0), Row(0, 0, 0)], 1)
+    driver.poison_unused()
+    driver.run([Row(0, 2, 2), Row(1, 0, 0)], T + 2)
+    driver.reuse(1)
+    driver.poison_unused()
+    driver.run([Row(1, 1, 1), Row(0, T, 1)], T)
+
+
 def assert_no_later_token_is_read(case: Mamba2Case, device: str = "cpu") -> None:
     """Spoil one token of a window or a prompt: outputs before it keep every bit, its own is no longer finite."""
     T = case.window

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cases import DEVICE_CASES, FP32_CASES, Mamba2Case, on_devices
+from tests.cases import DEVICE_CASES, FP32_CASES, SHAPE_CASES, Mamba2Case, on_devices
 from tests.ops.driver import Mamba2Driver, Row, bits, drive, int32, make_pools, relative_error
 from tests.ops.strategies import all_types, bounded, mamba2_cases, seeds
 from trtllm_replayssm import ops
@@ -36,6 +36,15 @@ def test_shapes_of_real_models_follow_the_recurrence(case: Mamba2Case, device: s
     driver = Mamba2Driver(case, device, num_slots=3, seed=5)
     for accept in ("random", "all", "none"):
         drive(driver, 25, accept=accept)
+    assert driver.flushes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHAPE_CASES, ids=lambda case: case.name)
+def test_every_pair_of_shapes_and_types_follows_the_recurrence(case: Mamba2Case) -> None:
+    driver = Mamba2Driver(case, "cuda", num_slots=3, seed=5)
+    for accept in ("all", "random"):
+        drive(driver, 20, accept=accept)
     assert driver.flushes > 0
 
 

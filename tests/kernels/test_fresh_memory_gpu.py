@@ -1,0 +1,52 @@
+"""Short lives of slots in memory that nobody has written, by every kernel: what ``make sanitize`` checks.
+
+Small on purpose, since a checker slows kernels down by orders of magnitude. Nothing but the kernels writes the pools,
+so that a checker sees every read of memory that the protocol calls dead.
+"""
+
+import pytest
+import torch
+
+from tests.cases import CONV_DEVICE_CASES, DEVICE_CASES, DTYPES, Mamba2Case
+from tests.ops.driver import Mamba2Driver, Row, live, make_pools
+from tests.ops.test_causal_conv1d import ConvDriver
+
+pytestmark = pytest.mark.gpu
+
+# The first three run the pipelined step where there is one; the others are the generic step's, of every width and type.
+LIVES = (
+    "mamba2-G1-T4",
+    "state_bf16",
+    "P80-decode-state_bf16",
+    "N256-T2-W8",
+    "P80-T8-W8-fp16",
+    "W2-T2-fp32",
+    "state_fp16",
+)
+
+
+class FreshMemoryDriver(Mamba2Driver):
+    """Leaves the pools as they were allocated."""
+
+    def poison_unused(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("case", [case for case in DEVICE_CASES if case.name in LIVES], ids=lambda case: case.name)
+def test_slots_live_in_fresh_memory(case: Mamba2Case) -> None:
+    pools = {name: torch.empty_like(pool, device="cuda") for name, pool in make_pools(case, 2, "meta").items()}
+    driver = FreshMemoryDriver(case, "cuda", num_slots=2, seed=3, pools=pools)
+    live(driver)
+    driver.assert_within_bounds()
+    assert driver.flushes >= 4, "two prefills and a flush of each slot at least"
+
+
+@pytest.mark.parametrize(("channels", "d_conv", "dtype"), CONV_DEVICE_CASES)
+def test_a_convolution_lives_in_fresh_memory(channels: int, d_conv: int, dtype: str) -> None:
+    driver = ConvDriver(channels, d_conv, d_conv + 3, dtype, "cuda", num_slots=2, seed=3)
+    shape = (driver.num_slots, driver.ring_rows, channels)
+    driver.ring = torch.empty(shape, dtype=DTYPES[dtype], device="cuda")
+    for num_tokens, seq_len in ((2, 4), (4, 4), (1, 1), (30, 40), (9, 9), (3, 4), (0, 4)):
+        kept = 1 if seq_len <= 4 else seq_len  # the rows of a longer window have overwritten what a rejection needs
+        driver.run([Row(1, num_tokens, num_tokens), Row(-1, seq_len, 0), Row(0, seq_len, kept)], seq_len)
+    driver.assert_within_bound()

@@ -1,0 +1,118 @@
+"""No kernel spills: the main shapes for every generation, and every pair of sizes and types."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.kernels.cubin import STACK_BYTES, resources
+from tests.kernels.test_specialize import changed
+from tests.pairwise import Case, pairwise
+from trtllm_replayssm.plugins import build
+from trtllm_replayssm.plugins.specialize import Mamba2Specialization, Role
+
+# n_heads x head_dim.
+MAIN_SHAPES = ((128, 80), (96, 80), (64, 64), (128, 64), (256, 64))
+GENERATIONS = ("sm_80", "sm_90a", "sm_100a", "sm_120")
+STATES = ("float32", "bfloat16", "float16")
+WINDOWS = (1, 4, 8)
+PIPELINED = ("sm_90a", "sm_100a")
+SIZES_AND_TYPES: dict[str, Sequence[Any]] = {
+    "heads": MAIN_SHAPES,
+    "d_state": (128, 64, 256),
+    "n_groups": (8, 1, 2, 4),
+    "state_dtype": STATES,
+    "activation_dtype": ("bfloat16", "float16", "float32"),
+    "window": WINDOWS,
+    "history": (16, 8, 32),
+    "architecture": GENERATIONS,
+    "role": ("step", "prefill"),
+}
+
+
+class Kernel(NamedTuple):
+    specialization: Mamba2Specialization
+    role: Role
+    architecture: str
+
+
+def kernel_of(
+    *,
+    heads: tuple[int, int],
+    window: int,
+    role: Role,
+    architecture: str,
+    activation_dtype: str = "bfloat16",
+    **sizes: object,
+) -> Kernel:
+    """Make a case a kernel: ``heads`` is (n_heads, head_dim), dt comes in the activation type."""
+    types = {"activation_dtype": activation_dtype, "dt_dtype": activation_dtype}
+    shape = changed(n_heads=heads[0], head_dim=heads[1], max_draft_len=window - 1, **types, **sizes)
+    return Kernel(shape, role, architecture)
+
+
+def problems(kernels: Iterable[Kernel]) -> list[str]:
+    """Compile, or take from the cache, and tell what needs more than its share of an SM."""
+    found = []
+    for kernel in kernels:
+        used = resources(build.compile_kernel(*kernel))
+        block = kernel.specialization.launch_shape(kernel.role).block_x
+        if used.stack_bytes > STACK_BYTES[kernel.role] or used.registers * block > 65536:
+            found.append(f"{kernel.role} for {kernel.architecture}: {used}, {block} threads; {kernel.specialization}")
+    return found
+
+
+@pytest.mark.parametrize("architecture", GENERATIONS)
+@pytest.mark.parametrize(("n_heads", "head_dim"), MAIN_SHAPES, ids=lambda size: str(size))
+def test_main_shapes_do_not_spill(n_heads: int, head_dim: int, architecture: str) -> None:
+    """Steps with every state type and window; a prefill knows the window by the length of its rings alone."""
+    shapes = [
+        changed(n_heads=n_heads, head_dim=head_dim, state_dtype=state, max_draft_len=window - 1)
+        for state in STATES
+        for window in WINDOWS
+    ]
+    kernels = [
+        Kernel(shape, role, architecture)
+        for shape in shapes
+        for role in shape.roles(architecture)
+        if role != "prefill" or shape.window == 1
+    ]
+    assert not (found := problems(kernels)), "\n".join(found)
+
+
+PAIRS = pairwise(SIZES_AND_TYPES)
+
+
+def test_every_pair_of_sizes_and_types_is_compiled() -> None:
+    for first, values in SIZES_AND_TYPES.items():
+        for second, others in SIZES_AND_TYPES.items():
+            if first != second:
+                assert {(case[first], case[second]) for case in PAIRS} == {(a, b) for a in values for b in others}
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case.values())))
+def test_no_pair_of_sizes_and_types_spills(case: Case) -> None:
+    assert not (found := problems([kernel_of(**case)])), "\n".join(found)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_no_pair_of_sizes_of_the_pipelined_step_spills(state_dtype: str) -> None:
+    names = ("heads", "n_groups", "window")
+    axes = {name: SIZES_AND_TYPES[name] for name in names} | {"history": (8, 16), "architecture": PIPELINED}
+    kernels = [kernel_of(role="pipelined_step", state_dtype=state_dtype, **case) for case in pairwise(axes)]
+    assert not (found := problems(kernels)), "\n".join(found)
+
+
+def test_a_spill_is_seen() -> None:
+    """Of 40 values that live across a barrier, a thread with 32 registers keeps some on the stack."""
+    core = build.cuda_module("core")
+    source = """extern "C" __global__ void __launch_bounds__(1024, 2) hold(float* data) {
+        float values[40];
+        for (int i = 0; i < 40; ++i) values[i] = data[i * 1024 + threadIdx.x];
+        __syncthreads();
+        for (int i = 0; i < 40; ++i) data[(39 - i) * 1024 + threadIdx.x] = values[i] * values[(i + 7) % 40];
+    }"""
+    source = source.replace("for (", '_Pragma("unroll") for (')
+    options = core.ProgramOptions(name="hold", arch="sm_90a", std="c++17")
+    found = resources(bytes(core.Program(source, "c++", options).compile("cubin").code))
+    assert found.registers <= 32 and found.stack_bytes > 0
