@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trtllm_replayssm.bench import cases
-from trtllm_replayssm.bench.cases import BYTES_BETWEEN_USES, draw_cursors, make_cases, parse_shape
+from trtllm_replayssm.bench.cases import BYTES_BETWEEN_USES, draw_cursors, make_cases, make_prefill_cases, parse_shape
 from trtllm_replayssm.contract import flush_cycle, protocol
 from trtllm_replayssm.contract.geometry import ReplayGeometry
 from trtllm_replayssm.errors import ConfigError, ReplaySSMError
@@ -94,6 +94,17 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(options: dict[s
     with pytest.raises(ReplaySSMError) as caught:
         make_cases(**{"history": 16, **options})  # type: ignore[arg-type]
     assert sentence in str(caught.value)
+
+
+def test_prefills_are_cases_with_prompts() -> None:
+    made = make_prefill_cases(["nano9b"], [1, 8], ["float32"], 4096, history=16)
+    assert [str(case) for case in made] == [
+        f"nano9b, float32 state, prefill of 4096, batch {batch}" for batch in (1, 8)
+    ]
+    assert {case.tokens for case in made} == {4096}
+    assert make_prefill_cases(["nano9b"], [1], ["float32"], 0, history=16) == ()
+    with pytest.raises(ConfigError, match="prefill_tokens: found 8; needed 16 or more, or 0"):
+        make_prefill_cases(["nano9b"], [1], ["float32"], 8, history=16)
 
 
 def test_states_so_small_that_launches_get_too_many_are_refused() -> None:

@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from trtllm_replayssm.bench import kernels, machine, report
-from trtllm_replayssm.bench.cases import make_cases
+from tests.bench.peer_doubles import libraries
+from trtllm_replayssm.bench import kernels, machine, plot
+from trtllm_replayssm.bench.cases import make_cases, make_prefill_cases
 from trtllm_replayssm.bench.machine import Machine
-from trtllm_replayssm.bench.report import JSON_FILE, PLOT_FILE, KernelReport, Measurement
+from trtllm_replayssm.bench.plot import JSON_FILE, PLOT_FILE
+from trtllm_replayssm.bench.report import REPLAY, KernelReport, Measurement
 from trtllm_replayssm.bench.timing import Timing
-from trtllm_replayssm.cli.bench import report_tables
+from trtllm_replayssm.cli.bench_tables import report_tables
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.cli.tables import rendered
 
+__all__ = ["libraries"]
 COPY_BANDWIDTH = 4e12
 
 
@@ -35,27 +38,29 @@ def made(monkeypatch: pytest.MonkeyPatch) -> KernelReport:
     """A report of invented times over real workloads."""
     monkeypatch.setattr("trtllm_replayssm.bench.cases.BYTES_BETWEEN_USES", 2**17)
     cases = make_cases(["4x16x32x2"], [2, 8], ["float32", "bfloat16"], [0, 3], history=16)
+    prefills = make_prefill_cases(["4x16x32x2"], [2], ["float32"], 80, history=16)
     return KernelReport(
         command="trtllm-replayssm bench kernels --shape 4x16x32x2",
         machine=MACHINE,
         copy_gigabytes_per_s=COPY_BANDWIDTH / 1e9,
         peers={"mamba_ssm": "not installed"},
-        measurements=tuple(invented(job) for job in kernels.plan(cases)),
+        measurements=tuple(invented(job) for job in kernels.plan(cases, prefills)),
     )
 
 
 def invented(job: kernels.Job) -> Measurement:
-    case, make_workload = job
-    workload = make_workload(case, torch.device("cpu"))
+    assert job.make is not None
+    workload = job.make(job.case, torch.device("cpu"))
     timing = Timing(1.25 * workload.traffic.total / COPY_BANDWIDTH, 0.01)
-    return kernels.summarize(case, workload, timing, 1e-3, COPY_BANDWIDTH)
+    return kernels.summarize(job.case, workload, timing, 1e-3, COPY_BANDWIDTH)
 
 
 def test_the_document_says_what_ran_and_reads_back(made: KernelReport) -> None:
-    assert [m.implementation for m in made.measurements] == ["replay mamba2"] * 8 + ["causal_conv1d"] * 4
+    implementations = ["replay mamba2"] * 8 + ["prefill mamba2"] + ["causal_conv1d"] * 4
+    assert [m.implementation for m in made.measurements] == implementations
     document = json.loads(made.model_dump_json())
     assert KernelReport.model_validate(document) == made
-    assert document["format"] == "trtllm-replayssm bench kernels 1"
+    assert document["format"] == "trtllm-replayssm bench kernels 2"
     first = document["measurements"][0]
     assert {name: first[name] for name in ("shape", "state_dtype", "window", "batch_size", "history")} == {
         "shape": "4x16x32x2",
@@ -71,6 +76,8 @@ def test_the_document_says_what_ran_and_reads_back(made: KernelReport) -> None:
     assert first["us"] == pytest.approx(1.25 * first["limit_us"])
     assert first["conventional_limit_us"] > first["limit_us"]
     assert first["launches"] == 16 * first["sets"]
+    prefill = document["measurements"][8]
+    assert (prefill["kind"], prefill["window"], prefill["history"]) == ("prefill", 80, None)
 
 
 def test_tables_hold_every_measurement(made: KernelReport) -> None:
@@ -83,7 +90,7 @@ def test_tables_hold_every_measurement(made: KernelReport) -> None:
 
 def test_the_plot_and_the_document_are_written(made: KernelReport, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report.write(made, tmp_path)
+    plot.write(made, tmp_path)
     assert (tmp_path / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
     assert KernelReport.model_validate_json((tmp_path / JSON_FILE).read_text()) == made
 
@@ -95,12 +102,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cuda_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(machine, "describe", lambda device: MACHINE)
     monkeypatch.setattr("trtllm_replayssm.bench.timing.copy_bandwidth", lambda device: COPY_BANDWIDTH)
-    monkeypatch.setattr(kernels, "time_graph", lambda launch_all, num_launches: Timing(1e-6, 0.0))
+    monkeypatch.setattr(kernels, "time_graph", lambda launch_all, num_launches, **runs: Timing(1e-6, 0.0))
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
 SMALL = ["bench", "kernels", "--shape", "4x16x32x2", "--batch_sizes", "1", "4", "--state_dtype", "float32"]
+SMALL += ["--prefill_tokens", "0"]
 
 
 def test_the_command_prints_and_writes_what_it_measured(
@@ -114,10 +122,38 @@ def test_the_command_prints_and_writes_what_it_measured(
     assert len(printed.measurements) == 2 * 2 + 2 * 2
     assert printed.command == (
         "trtllm-replayssm bench kernels --family mamba2 --shape 4x16x32x2 --batch_sizes 1 4 --state_dtype float32 "
-        "--max_draft_len 0 3 --history 16 --device cuda"
+        "--max_draft_len 0 3 --history 16 --prefill_tokens 0 --prefill_batch_sizes 1 8 --device cuda"
     )
     assert main(SMALL) == 0
     assert "time/limit" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("stand_in", "libraries")
+def test_the_command_measures_peers_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["bench", "kernels", "--shape", "4x64x32x2", "--batch_sizes", "2", "8", "--state_dtype", "float32"]
+    options += ["--max_draft_len", "0", "--prefill_tokens", "48", "--prefill_batch_sizes", "2"]
+    settings = ["--peer_settings", str(tmp_path / "settings.json")]
+    assert main([*options, *settings, "--output_dir", str(tmp_path / "found")]) == 0
+    text = capsys.readouterr().out
+    found = KernelReport.model_validate_json((tmp_path / "found" / JSON_FILE).read_text())
+    assert {m.implementation for m in found.measurements if m.kind == "conventional"} == {
+        f"{library} selective_state_update" for library in ("mamba_ssm", "vllm", "flashinfer")
+    }
+    assert not found.failures and (found.measurements[0].implementation, len(found.comparisons)) == (REPLAY, 3)
+    *steps, prefill = found.comparisons
+    assert all(set(step.time_over_best) == {"conventional", "replay"} and len(step.peers) == 6 for step in steps)
+    assert prefill.peers.keys() == {"mamba_ssm mamba_chunk_scan_combined"} and set(prefill.best) == {"prefill"}
+    panels = plot.curves(found.measurements)
+    assert set(panels) == {
+        ("4x64x32x2", work) for work in ("float32 state, T = 1", "float32 state, prefill of 48", "convolution, T = 1")
+    }
+    assert len(panels["4x64x32x2", "float32 state, T = 1"]) == 7
+    assert "replay mamba2 beside its peers, T = 1" in text and "prefill mamba2 beside its peers, T = 48" in text
+    assert len(json.loads((tmp_path / "settings.json").read_text())) == 2 * 6 + 1
+    assert main([*options, "--no-peers"]) == 0
+    text = capsys.readouterr().out
+    assert "left out" in text and "flashinfer" not in text and "--no-peers" in text.replace("\n", " ")
 
 
 def test_a_wrong_output_ends_the_run_untimed(

@@ -1,18 +1,14 @@
 """The memory of a case, and the gate before its time, with the CPU in the place of the device."""
 
-import sys
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from trtllm_replayssm import ops
-from trtllm_replayssm.bench import kernels, peers, workloads
+from trtllm_replayssm.bench import kernels, workloads
 from trtllm_replayssm.bench.cases import KernelCase, make_cases
-from trtllm_replayssm.bench.peers import MambaSsmStep
 from trtllm_replayssm.bench.workloads import CausalConv1dStep, Mamba2Step, relative_error, require
 from trtllm_replayssm.errors import NumericsError
 from trtllm_replayssm.plugins import layouts
@@ -80,7 +76,7 @@ def test_every_step_of_every_set_is_launched_once(monkeypatch: pytest.MonkeyPatc
         return tensors["x"]
 
     monkeypatch.setattr("trtllm_replayssm.plugins.launch.mamba2", launched)
-    kernels._launch_all(step)
+    kernels._launch_all(step, step.num_steps)
     assert len(lengths) == step.num_sets * step.num_steps
     assert [slot for slot, _ in lengths[: step.num_sets]] == [6 * index for index in range(step.num_sets)]
     of_first_row = [pending[0] for slot, pending in lengths if slot == 0]
@@ -94,54 +90,6 @@ def test_the_gate_of_the_convolution(max_draft_len: int) -> None:
     tensors = step._tensors(step.num_steps - 1, step.num_sets - 1)
     layouts.check("ops.causal_conv1d", tensors, strided=("x",), slots={"conv_ring": 16})
     assert step.num_sets * step.num_steps >= 256
-
-
-def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: Tensor | None = None,
-) -> Tensor:
-    """Do what mamba_ssm documents, for its shapes with heads; z and indices are not used here."""
-    assert D is not None and dt_bias is not None and dt_softplus and z is None and state_batch_indices is None
-    batch, n_heads, head_dim, d_state = state.shape
-    assert x.shape == dt.shape == (batch, n_heads, head_dim)
-    assert A.shape == (n_heads, head_dim, d_state) and D.shape == dt_bias.shape == (n_heads, head_dim)
-    assert A.stride()[1:] == (0, 0) and dt.stride(-1) == dt_bias.stride(-1) == 0, "else it takes the slow path"
-    dt = functional.softplus(dt.float() + dt_bias)
-    B, C = (part.float().repeat_interleave(n_heads // part.size(1), dim=1)[:, :, None] for part in (B, C))
-    new = torch.exp(dt[..., None] * A) * state.float() + dt[..., None] * B * x.float()[..., None]
-    state.copy_(new)
-    return ((new * C).sum(-1) + D * x.float()).to(x.dtype)
-
-
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_mamba_ssm_is_called_as_it_documents(monkeypatch: pytest.MonkeyPatch, state_dtype: str) -> None:
-    module = ModuleType("selective_state_update")
-    module.selective_state_update = selective_state_update  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.selective_state_update", module)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.0")
-    peers._selective_state_update.cache_clear()
-    try:
-        decode, verify = make_case(state_dtype), make_case(state_dtype, max_draft_len=3)
-        assert peers.peers() == {"mamba_ssm": "2.0"}
-        assert peers.has_mamba_ssm(decode) and not peers.has_mamba_ssm(verify)
-        assert len(kernels.plan([decode, verify])) == 2 + 1 + 2
-        assert 0 < MambaSsmStep(decode, CPU).check() <= workloads.OUTPUT_BOUND
-    finally:
-        peers._selective_state_update.cache_clear()
-
-
-def test_peers_that_are_not_installed_are_named() -> None:
-    assert peers.peers() == {"mamba_ssm": "not installed"}
-    assert not peers.has_mamba_ssm(make_case())
 
 
 def test_errors_are_relative_to_the_largest_magnitude_along_the_first_axis() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from trtllm_replayssm.bench.cases import SHAPES
 from trtllm_replayssm.contract.geometry import ReplayGeometry
-from trtllm_replayssm.contract.traffic import conv_bytes, conventional_bytes, replay_bytes
+from trtllm_replayssm.contract.traffic import conv_bytes, conventional_bytes, prefill_bytes, replay_bytes
 
 NANO = SHAPES["nano9b"]
 STATE = 128 * 80 * 128  # heads x head_dim x d_state
@@ -49,3 +49,10 @@ def test_a_step_of_the_convolution() -> None:
     row = 2 * (X + 2 * B)
     found = conv_bytes(NANO, 4, "bfloat16", batch_size=2)
     assert found.total == 2 * (3 + 4 + 4 + 4) * row + 5 * row
+
+
+def test_a_prefill_writes_one_state_for_each_prompt() -> None:
+    found = prefill_bytes(NANO, "bfloat16", "bfloat16", batch_size=3, tokens=100)
+    assert (found.state_read, found.state_written) == (0, 3 * 2 * STATE)
+    assert (found.inputs, found.outputs) == (3 * 100 * INPUTS, 3 * 100 * OUTPUTS)
+    assert found.total == 3 * (2 * STATE + 100 * (INPUTS + OUTPUTS))

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_replayssm.contract import flush_cycle, protocol
+from trtllm_replayssm.contract import defaults, flush_cycle, protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, Mamba2Geometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.errors import ConfigError
 from trtllm_replayssm.plugins.specialize import MAX_ROWS, CausalConv1dSpecialization, Mamba2Specialization
@@ -24,6 +24,7 @@ SHAPES: Final = {
 BATCH_SIZES: Final = (1, 8, 32, 128, 512)
 STATE_DTYPES: Final[tuple[StateDtype, ...]] = ("float32", "bfloat16")
 MAX_DRAFT_LENS: Final = (0, 3)
+PREFILL_BATCH_SIZES: Final = (1, 8)
 ACTIVATION_DTYPE: Final[ActivationDtype] = "bfloat16"
 
 BYTES_BETWEEN_USES: Final = 256 * 2**20
@@ -31,6 +32,8 @@ BYTES_BETWEEN_USES: Final = 256 * 2**20
 # From any start the pending counts of a window of several tokens have mixed long before.
 _BURN_IN_STEPS: Final = 64
 _DRAWN_STEPS: Final = 16
+# Fewer are a step's window.
+_LEAST_PREFILL_TOKENS: Final = 16
 # Each takes some tens of microseconds to capture.
 _MOST_LAUNCHES: Final = 16384
 
@@ -43,16 +46,23 @@ class KernelCase(Frozen):
         geometry: of the layer.
         replay: history, window and state type.
         batch_size: rows of a step.
+        prefill_tokens: tokens of every row's prompt; None for a step.
     """
 
     shape: str
     geometry: Mamba2Geometry
     replay: ReplayGeometry
     batch_size: int
+    prefill_tokens: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of every row: of its prompt, or of a step's window."""
+        return self.prefill_tokens or self.replay.window
 
     def __str__(self) -> str:
-        replay = self.replay
-        return f"{self.shape}, {replay.state_dtype} state, T = {replay.window}, batch {self.batch_size}"
+        window = f"T = {self.replay.window}" if self.prefill_tokens is None else f"prefill of {self.prefill_tokens}"
+        return f"{self.shape}, {self.replay.state_dtype} state, {window}, batch {self.batch_size}"
 
 
 class Cursors(NamedTuple):
@@ -104,6 +114,30 @@ def make_cases(
     """
     combined = product(shapes, state_dtypes, max_draft_lens, batch_sizes)
     return tuple(_make_case(*values, history=history) for values in dict.fromkeys(combined))
+
+
+def make_prefill_cases(
+    shapes: Sequence[str] = tuple(SHAPES),
+    batch_sizes: Sequence[int] = PREFILL_BATCH_SIZES,
+    state_dtypes: Sequence[str] = STATE_DTYPES,
+    tokens: int = defaults.PREFILL_TOKENS,
+    *,
+    history: int,
+) -> tuple[KernelCase, ...]:
+    """Combine shapes, state types and batch sizes of a prefill; none where there are no tokens.
+
+    Raises:
+        ConfigError: as ``make_cases``, or as many tokens as a step may have.
+        UnsupportedError: as ``make_cases``.
+    """
+    if tokens == 0:
+        return ()
+    if tokens < _LEAST_PREFILL_TOKENS:
+        raise ConfigError(
+            f"prefill_tokens: found {tokens}; needed {_LEAST_PREFILL_TOKENS} or more, or 0 to leave the prefill out."
+        )
+    steps = make_cases(shapes, batch_sizes, state_dtypes, (0,), history=history)
+    return tuple(case.model_copy(update={"prefill_tokens": tokens}) for case in steps)
 
 
 def _make_case(shape: str, state_dtype: str, max_draft_len: int, batch_size: int, *, history: int) -> KernelCase:

@@ -2,90 +2,150 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.bench import cases, peers
+from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.report import Measurement
+from trtllm_replayssm.bench.peers.registry import Peer, peers_of
+from trtllm_replayssm.bench.prefill import Mamba2Prefill
+from trtllm_replayssm.bench.report import Measurement, PeerFailure
 from trtllm_replayssm.bench.timing import Timing, time_graph
+from trtllm_replayssm.bench.tuning import Choices, Tunable, setting_name, tune
 from trtllm_replayssm.bench.workloads import CausalConv1dStep, Mamba2Step, Workload
 from trtllm_replayssm.contract import traffic
 from trtllm_replayssm.errors import CapacityError
 
-Job = tuple[KernelCase, Callable[[KernelCase, torch.device], Workload]]
+_RUNS_OF_A_SETTING = 3
+_LEAST_LAUNCHES_OF_A_SETTING = 128
 
 
-def plan(kernel_cases: Sequence[KernelCase]) -> list[Job]:
-    """List what is measured: every case, each convolution once, and the peers that can be imported."""
-    jobs: list[Job] = [(case, Mamba2Step) for case in kernel_cases]
-    jobs += [(case, peers.MambaSsmStep) for case in kernel_cases if peers.has_mamba_ssm(case)]
-    convolutions = {(case.geometry, case.replay.max_draft_len, case.batch_size): case for case in kernel_cases}
-    return jobs + [(case, CausalConv1dStep) for case in convolutions.values()]
+class Job(NamedTuple):
+    """One implementation of one case.
+
+    Attributes:
+        case: what to run.
+        make: prepares our implementation, or
+        peer: another library's.
+    """
+
+    case: KernelCase
+    make: Callable[[KernelCase, torch.device], Workload] | None = None
+    peer: Peer | None = None
 
 
-def measure(jobs: Sequence[Job], device: torch.device, *, copy_bandwidth: float) -> Iterator[Measurement]:
+def plan(steps: Sequence[KernelCase], prefills: Sequence[KernelCase] = (), *, with_peers: bool = True) -> list[Job]:
+    """List what is measured: every case, its peers that can be imported right after it, and each convolution once."""
+    jobs: list[Job] = []
+    for case in (*steps, *prefills):
+        jobs.append(Job(case, Mamba2Step if case.prefill_tokens is None else Mamba2Prefill))
+        jobs += [Job(case, peer=peer) for peer in peers_of(case)] if with_peers else []
+    convolutions = {(case.geometry, case.replay.max_draft_len, case.batch_size): case for case in steps}
+    return jobs + [Job(case, CausalConv1dStep) for case in convolutions.values()]
+
+
+def measure(
+    jobs: Sequence[Job], device: torch.device, *, copy_bandwidth: float, choices: Choices
+) -> Iterator[Measurement | PeerFailure]:
     """Measure one job after the other.
 
     Args:
         jobs: what to measure.
         device: a CUDA device.
         copy_bandwidth: of the device, bytes per second, read plus written.
+        choices: the launch settings of peers.
 
     Yields:
-        One measurement per job.
+        One measurement per job, or why a peer has none.
 
     Raises:
-        NumericsError: outputs differ from the CPU's; that case is not timed, nor are those after it.
-        CapacityError: a case does not fit the device.
+        NumericsError: outputs of ours differ from the CPU's; that case is not timed, nor are those after it.
+        CapacityError: a case of ours does not fit the device.
     """
     for job in jobs:
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
-            try:
-                measurement = _measure(job, device, copy_bandwidth)
-            except torch.cuda.OutOfMemoryError as error:
-                raise CapacityError(
-                    f"{job[0]}: found too little free memory on {device}. Lower batch_sizes."
-                ) from error
-        yield measurement
+            if job.peer is not None:
+                measured = _measure_peer(job.case, job.peer, device, copy_bandwidth, choices)
+            else:
+                assert job.make is not None, "a job is ours or a peer's"
+                measured = _measure_ours(job.case, job.make, device, copy_bandwidth)
+        yield measured
 
 
-def _measure(job: Job, device: torch.device, copy_bandwidth: float) -> Measurement:
+def _measure_ours(
+    case: KernelCase, make: Callable[[KernelCase, torch.device], Workload], device: torch.device, copy_bandwidth: float
+) -> Measurement:
     """Measure one job; its memory is released on return, before the next one takes its own."""
-    case, make_workload = job
     torch.manual_seed(0)
-    workload = make_workload(case, device)
-    output_error = workload.check()
-    timing = time_graph(partial(_launch_all, workload), workload.num_sets * workload.num_steps)
-    return summarize(case, workload, timing, output_error, copy_bandwidth)
+    try:
+        workload = make(case, device)
+        output_error = workload.check()
+        return summarize(case, workload, _time(workload), output_error, copy_bandwidth)
+    except torch.cuda.OutOfMemoryError as error:
+        raise CapacityError(f"{case}: found too little free memory on {device}. Lower batch_sizes.") from error
 
 
-def _launch_all(workload: Workload) -> None:
-    """Launch every step of every set; outputs rotate as the sets do, for each is kept until the set's next one."""
+def _measure_peer(
+    case: KernelCase, peer: Peer, device: torch.device, copy_bandwidth: float, choices: Choices
+) -> Measurement | PeerFailure:
+    """Measure a peer in its fastest setting; whatever goes wrong in its code is reported, and the run goes on."""
+    torch.manual_seed(0)
+    try:
+        workload: Tunable = peer(case, device)
+        tune(workload, case, _time_briefly, choices)
+        output_error = workload.check()
+        return summarize(case, workload, _time(workload), output_error, copy_bandwidth, setting_name(workload.setting))
+    except Exception as error:  # noqa: BLE001 - another library's code may raise anything
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return PeerFailure(implementation=peer.implementation, case=str(case), reason=reason)
+
+
+def _time(workload: Workload) -> Timing:
+    num_steps = workload.num_steps
+    return time_graph(partial(_launch_all, workload, num_steps), workload.num_sets * num_steps)
+
+
+def _time_briefly(workload: Workload) -> Timing:
+    """Time a few steps of all sets: enough to tell one launch setting from another, since rows are out of step."""
+    num_steps = min(workload.num_steps, -(-_LEAST_LAUNCHES_OF_A_SETTING // workload.num_sets))
+    launches = workload.num_sets * num_steps
+    return time_graph(partial(_launch_all, workload, num_steps), launches, runs=_RUNS_OF_A_SETTING)
+
+
+def _launch_all(workload: Workload, num_steps: int) -> None:
+    """Launch some steps of every set; outputs rotate as the sets do, for each is kept until the set's next one."""
     outputs: dict[int, Tensor] = {}
-    for step in range(workload.num_steps):
+    for step in range(num_steps):
         for index in range(workload.num_sets):
             outputs[index] = workload.launch(step, index)
 
 
 def summarize(
-    case: KernelCase, workload: Workload, timing: Timing, output_error: float, copy_bandwidth: float
+    case: KernelCase,
+    workload: Workload,
+    timing: Timing,
+    output_error: float,
+    copy_bandwidth: float,
+    launch_settings: str | None = None,
 ) -> Measurement:
     """Hold a time to the bytes that had to move and to the bandwidth of a copy."""
     m, replay, num_bytes = case.geometry, case.replay, workload.traffic
-    is_conv = workload.implementation == CausalConv1dStep.implementation
+    is_step = workload.kind in ("replay", "conventional")
     conventional = traffic.conventional_bytes(m, replay, cases.ACTIVATION_DTYPE, batch_size=case.batch_size)
     limit = num_bytes.total / copy_bandwidth
     return Measurement(
         implementation=workload.implementation,
+        kind=workload.kind,
+        launch_settings=launch_settings,
         shape=case.shape,
         geometry=m,
         activation_dtype=cases.ACTIVATION_DTYPE,
-        state_dtype=None if is_conv else replay.state_dtype,
-        history=None if is_conv else replay.history,
-        window=replay.window,
+        state_dtype=None if workload.kind == "convolution" else replay.state_dtype,
+        history=replay.history if is_step else None,
+        window=case.tokens,
         batch_size=case.batch_size,
         sets=workload.num_sets,
         launches=workload.num_sets * workload.num_steps,
@@ -98,6 +158,6 @@ def summarize(
         share_of_copy=num_bytes.total / timing.seconds / copy_bandwidth,
         limit_us=1e6 * limit,
         time_over_limit=timing.seconds / limit,
-        conventional_limit_us=None if is_conv else 1e6 * conventional.total / copy_bandwidth,
+        conventional_limit_us=1e6 * conventional.total / copy_bandwidth if is_step else None,
         output_error=output_error,
     )

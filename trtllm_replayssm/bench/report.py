@@ -1,19 +1,17 @@
-"""What a run found: one JSON document, and a plot of it."""
+"""What a run found, as one JSON document."""
 
-import importlib
-import importlib.util
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trtllm_replayssm.bench.machine import Machine
 from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, Mamba2Geometry, StateDtype
-from trtllm_replayssm.errors import BackendError
 
-JSON_FILE = "kernels.json"
-PLOT_FILE = "kernels.png"
 REPLAY = "replay mamba2"
-INSTALL = "pip install 'matplotlib>=3.8'"
-"""The package of the ``bench`` extra, as pyproject.toml lists it."""
+PREFILL = "prefill mamba2"
+OURS = (REPLAY, PREFILL)
+"""Our implementations that have peers."""
+
+
+Kind = Literal["replay", "conventional", "prefill", "convolution"]
 
 
 class Measurement(Frozen):
@@ -21,12 +19,14 @@ class Measurement(Frozen):
 
     Attributes:
         implementation: what was launched.
+        kind: of the work: a replayed step, a step that writes a state per token, a prefill, the convolution.
+        launch_settings: those of a peer, the fastest of what was tried; None where nothing is to choose.
         shape: name of the shape.
         geometry: the shape.
         activation_dtype: of inputs, outputs and rings.
         state_dtype: of the state in memory; None for the convolution.
         history: most pending rows; None for the convolution.
-        window: tokens per row and step, T.
+        window: tokens per row: T of a step, or the prompt of a prefill.
         batch_size: rows of a step.
         sets: disjoint sets of slots that the launches rotate over.
         launches: in the graph that was timed.
@@ -44,6 +44,8 @@ class Measurement(Frozen):
     """
 
     implementation: str
+    kind: Kind
+    launch_settings: str | None
     shape: str
     geometry: Mamba2Geometry
     activation_dtype: ActivationDtype
@@ -66,6 +68,48 @@ class Measurement(Frozen):
     output_error: float
 
 
+class Comparison(Frozen):
+    """Our time for a case beside the peers'.
+
+    Attributes:
+        implementation: ours.
+        shape: name of the shape.
+        state_dtype: of the state in memory.
+        window: tokens per row, T or the prompt.
+        batch_size: rows.
+        us: our time in microseconds.
+        limit_us: the bytes that ours must move over the copy bandwidth.
+        peers: implementation -> microseconds, each in its fastest setting.
+        best: kind of work -> the fastest peer.
+        time_over_best: kind of work -> our time over that peer's; below 1 ours is faster.
+    """
+
+    implementation: str
+    shape: str
+    state_dtype: StateDtype | None
+    window: int
+    batch_size: int
+    us: float
+    limit_us: float
+    peers: dict[str, float]
+    best: dict[Kind, str]
+    time_over_best: dict[Kind, float]
+
+
+class PeerFailure(Frozen):
+    """A peer that has no time.
+
+    Attributes:
+        implementation: what was launched.
+        case: shape, state type, window and batch.
+        reason: the first line of what its code raised, or what was wrong with its output.
+    """
+
+    implementation: str
+    case: str
+    reason: str
+
+
 class KernelReport(Frozen):
     """A whole run.
 
@@ -74,72 +118,17 @@ class KernelReport(Frozen):
         command: the command line, every option written out.
         machine: device, versions, clocks.
         copy_gigabytes_per_s: torch's copy within the device in this run, read plus written.
-        peers: library -> version, or "not installed".
+        peers: library -> version, or "not installed"; empty where they were not asked for.
         measurements: in the order of the run.
+        comparisons: ours beside the peers.
+        failures: peers that were left out.
     """
 
-    format: Literal["trtllm-replayssm bench kernels 1"] = "trtllm-replayssm bench kernels 1"
+    format: Literal["trtllm-replayssm bench kernels 2"] = "trtllm-replayssm bench kernels 2"
     command: str
     machine: Machine
     copy_gigabytes_per_s: float
     peers: dict[str, str]
     measurements: tuple[Measurement, ...]
-
-
-def require_matplotlib() -> None:
-    """Refuse a plot that could not be drawn.
-
-    Raises:
-        BackendError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BackendError(
-            "bench kernels: found no matplotlib; needed it for the plot in output_dir. Install it with: "
-            f"{INSTALL}, or leave out --output_dir; --json prints the numbers."
-        )
-
-
-def write(report: KernelReport, folder: Path) -> None:
-    """Write the JSON document and the plot."""
-    (folder / JSON_FILE).write_text(report.model_dump_json(indent=2) + "\n")
-    plot(report, folder / PLOT_FILE)
-
-
-def plot(report: KernelReport, path: Path) -> None:
-    """Draw time over limit against the batch size, one panel per shape.
-
-    Raises:
-        BackendError: matplotlib is not installed.
-    """
-    require_matplotlib()
-    figures: Any = importlib.import_module("matplotlib.figure")
-    lines = _lines(report)
-    figure = figures.Figure(figsize=(4.2 * len(lines), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(lines), sharey=True, squeeze=False)[0]
-    for panel, (shape, series) in zip(panels, lines.items(), strict=True):
-        for label, points in series.items():
-            style = "o-" if label.startswith(REPLAY) else "x--"
-            panel.plot(*zip(*sorted(points), strict=True), style, label=label.removeprefix(f"{REPLAY}, "))
-        panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set_xscale("log", base=2)
-        # A small batch is far above its limit, and the differences that matter are near it.
-        panel.set_yscale("log", base=2)
-        panel.yaxis.set_major_formatter("{x:g}")
-        batches = sorted({batch for points in series.values() for batch, _ in points})
-        panel.set_xticks(batches, [str(batch) for batch in batches])
-        panel.set(title=shape, xlabel="batch size")
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
-    panels[0].set_ylabel("time / (bytes / copy bandwidth)")
-    figure.suptitle(f"{report.machine.card}, copy {report.copy_gigabytes_per_s:,.0f} GB/s", fontsize="medium")
-    figure.savefig(path, format="png", dpi=130)
-
-
-def _lines(report: KernelReport) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return the points (batch size, time over limit) by shape and label."""
-    lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for m in report.measurements:
-        state = [f"{m.state_dtype} state"] if m.state_dtype else []
-        label = ", ".join([m.implementation, *state, f"T = {m.window}"])
-        lines.setdefault(m.shape, {}).setdefault(label, []).append((m.batch_size, m.time_over_limit))
-    return lines
+    comparisons: tuple[Comparison, ...] = ()
+    failures: tuple[PeerFailure, ...] = ()

@@ -25,7 +25,7 @@ class Timing(NamedTuple):
     spread: float
 
 
-def time_graph(launch_all: Callable[[], object], num_launches: int) -> Timing:
+def time_graph(launch_all: Callable[[], object], num_launches: int, *, runs: int = RUNS) -> Timing:
     """Capture launches in one CUDA graph and time its replays.
 
     Replaying a graph runs the same launches with the same lengths again. For the protocol that would be a fault (a step
@@ -34,11 +34,12 @@ def time_graph(launch_all: Callable[[], object], num_launches: int) -> Timing:
     Args:
         launch_all: makes the launches on the current stream; everything is compiled and loaded already.
         num_launches: how many they are.
+        runs: replays that are timed.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch_all()
-    return _timed(graph.replay, num_launches)
+    return _timed(graph.replay, num_launches, runs)
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -53,11 +54,11 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * _COPY_BYTES / _timed(copy, _COPIES).seconds
 
 
-def _timed(run: Callable[[], None], num_launches: int) -> Timing:
+def _timed(run: Callable[[], None], num_launches: int, runs: int = RUNS) -> Timing:
     """Time runs that are queued without a pause, so that the device never waits for the host between two events."""
     events = [
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        for _ in range(RUNS + 1)
+        for _ in range(runs + 1)
     ]
     for _ in range(WARM_UPS):
         run()

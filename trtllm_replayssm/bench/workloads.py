@@ -16,9 +16,8 @@ from torch import Tensor
 from trtllm_replayssm import ops
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.report import REPLAY
+from trtllm_replayssm.bench.report import REPLAY, Kind
 from trtllm_replayssm.contract import traffic
-from trtllm_replayssm.contract.geometry import Mamba2Geometry
 from trtllm_replayssm.contract.memory import mamba2_checkpoint_bytes
 from trtllm_replayssm.errors import NumericsError
 from trtllm_replayssm.ops.dtypes import torch_dtype
@@ -37,6 +36,7 @@ class Workload(Protocol):
     """An implementation of a case, ready to be launched."""
 
     implementation: str
+    kind: Kind
     num_sets: int
     num_steps: int
     traffic: traffic.LaunchBytes
@@ -74,7 +74,7 @@ class Packed:
     """
 
     def __init__(self, case: KernelCase, num_sets: int, device: torch.device) -> None:
-        m, rows = case.geometry, (num_sets, case.batch_size, case.replay.window)
+        m, rows = case.geometry, (num_sets, case.batch_size, case.tokens)
         self._geometry = m
         self._conv_output = normal((*rows, m.conv_dim), ACTIVATION, device)
         self._in_proj_output = normal((*rows, m.d_in_proj), ACTIVATION, device)
@@ -82,6 +82,10 @@ class Packed:
         step_size = torch.exp(uniform[0] * np.log(100.0) + np.log(0.001))
         # As Mamba-2 is initialised: A in [-16, -1], softplus(dt_bias) in [0.001, 0.1].
         self.weights = Weights(-1 - 15 * uniform[1], 2 * uniform[2] - 1, torch.log(torch.expm1(step_size)))
+
+    def conv_output(self, index: int) -> Tensor:
+        """Return one set's x, B and C side by side, [B, T, conv_dim]."""
+        return self._conv_output[index]
 
     def inputs(self, index: int) -> dict[str, Tensor]:
         """Return one set's x [B, T, H, P], dt [B, T, H], B and C [B, T, G, N], all of them views."""
@@ -105,6 +109,7 @@ class Mamba2Step:
     """
 
     implementation = REPLAY
+    kind: Kind = "replay"
 
     def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
         m, replay, batch = case.geometry, case.replay, case.batch_size
@@ -126,7 +131,7 @@ class Mamba2Step:
             mean_pending=self.mean_pending,
         )
         packed = Packed(case, self.num_sets, device)
-        pools = _pools(m, case, slots, device)
+        all_pools = pools(case, slots, device)
         lengths = [
             torch.from_numpy(values).to(device).view(self.num_steps, self.num_sets, batch).unbind()
             for values in cursors
@@ -141,7 +146,7 @@ class Mamba2Step:
             {
                 **packed.inputs(index),
                 **packed.weights._asdict(),
-                **pools,
+                **all_pools,
                 "num_tokens": num_tokens,
                 "slot_ids": slot_ids[index],
             }
@@ -156,19 +161,13 @@ class Mamba2Step:
     def check(self) -> float:
         """Compare some rows with the CPU op: with a flush and without, of one launch if it has both."""
         by_launch = self._flushes.reshape(self.num_steps, self.num_sets, -1)
-        both = np.argwhere(by_launch.any(-1) & ~by_launch.all(-1))[:1]
-        launches = (
-            both
-            if len(both)
-            else [np.argwhere(kind)[0] for kind in (by_launch[..., 0], ~by_launch[..., 0]) if kind.any()]
-        )
-        return max(self._check(int(step), int(index)) for step, index in launches)
+        return max(self._check(step, index) for step, index in telling_launches(by_launch))
 
     def _check(self, step: int, index: int) -> float:
         case, replay = self._case, self._case.replay
         tensors = self._tensors(step, index)
         is_flush = self._flushes[step, index * case.batch_size : (index + 1) * case.batch_size]
-        rows = torch.from_numpy(_chosen(is_flush))
+        rows = torch.from_numpy(telling_rows(is_flush))
         on_cpu = _rows_on_cpu(tensors, rows)
         run: Callable[..., Tensor] = partial(ops.mamba2, history=replay.history, max_draft_len=replay.max_draft_len)
         expected, found = run(**on_cpu), run(**tensors)
@@ -193,6 +192,7 @@ class CausalConv1dStep:
     """
 
     implementation = "causal_conv1d"
+    kind: Kind = "convolution"
     flush_fraction: float | None = None
     mean_pending: float | None = None
 
@@ -268,8 +268,9 @@ def require(what: str, error: float, bound: float = OUTPUT_BOUND) -> float:
     return error
 
 
-def _pools(m: Mamba2Geometry, case: KernelCase, slots: int, device: torch.device) -> dict[str, Tensor]:
-    rows = case.replay.ring_rows
+def pools(case: KernelCase, slots: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the checkpoints and rings of all slots, full of numbers."""
+    m, rows = case.geometry, case.replay.ring_rows
     # The ring holds dt after softplus: positive and small.
     dt_ring = torch.empty(slots, rows, m.n_heads, device=device).uniform_(0.001, 0.1)
     return {
@@ -280,7 +281,19 @@ def _pools(m: Mamba2Geometry, case: KernelCase, slots: int, device: torch.device
     }
 
 
-def _chosen(is_flush: NDArray[np.bool_]) -> NDArray[np.int64]:
+def telling_launches(flushes: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Choose launches (step, set) that have rows with a flush and without: one that has both, or one of each kind.
+
+    Args:
+        flushes: [steps, sets, batch]
+    """
+    both = np.argwhere(flushes.any(-1) & ~flushes.all(-1))[:1]
+    first = flushes[..., 0]
+    chosen = both if len(both) else [np.argwhere(kind)[0] for kind in (first, ~first) if kind.any()]
+    return [(int(step), int(index)) for step, index in chosen]
+
+
+def telling_rows(is_flush: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return a few rows: of those with a flush and of those without, the first and the last."""
     kinds = (np.flatnonzero(is_flush), np.flatnonzero(~is_flush))
     return np.unique(np.concatenate([rows[[0, -1]] for rows in kinds if rows.size]))

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 
-from trtllm_replayssm.cli.tables import facts_table, new_table, rendered
+from trtllm_replayssm.cli.tables import rendered
 from trtllm_replayssm.contract import defaults
 
 if TYPE_CHECKING:
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from trtllm_replayssm.bench.kernels import Job
-    from trtllm_replayssm.bench.report import KernelReport, Measurement
+    from trtllm_replayssm.bench.report import KernelReport
+    from trtllm_replayssm.bench.tuning import Choices
 
 app = typer.Typer()
 
@@ -56,6 +56,24 @@ def kernels(
     history: Annotated[
         int, typer.Option("--history", help="Most pending tokens before a state is written.")
     ] = defaults.HISTORY,
+    prefill_tokens: Annotated[
+        int, typer.Option("--prefill_tokens", help="Tokens of a prompt in the prefill part; 0 leaves it out.")
+    ] = defaults.PREFILL_TOKENS,
+    prefill_batch_sizes: Annotated[
+        list[int] | None,
+        typer.Option("--prefill_batch_sizes", metavar="<list>", help="Prompts of a prefill. By default 1 8."),
+    ] = None,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers/--no-peers", help="Measure other libraries' kernels, too, where they can be imported."),
+    ] = True,
+    peer_settings: Annotated[
+        Path | None,
+        typer.Option(
+            "--peer_settings",
+            help="JSON file of the peers' launch settings: those in it are taken without a search, others added.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option("--device", metavar="<name>", help="cuda or cuda:<n>.")] = "cuda",
     output_dir: Annotated[
         Path | None,
@@ -63,88 +81,70 @@ def kernels(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Time one step of the kernels, in whole flush cycles, beside the bytes that it must move.
+    """Time one step of the kernels, in whole flush cycles, and a prefill, beside the bytes that they must move.
 
     Every case is compared with the CPU first; a wrong one ends the run. Times are medians over replays of a CUDA graph
     whose launches rotate over more states than the cache holds. The limit is bytes over the bandwidth of a plain copy.
+    Peers (mamba_ssm, vllm, flashinfer) run in the fastest of several launch settings, and are compared with the CPU,
+    too: a wrong one, or one that raises, is left out and named.
     """
-    from trtllm_replayssm.bench import cases, machine, report
+    from trtllm_replayssm.bench import cases, machine, plot
     from trtllm_replayssm.bench.kernels import plan
+    from trtllm_replayssm.bench.tuning import Choices
     from trtllm_replayssm.builders.checkpoint.staging import check_output, staged_folder
 
     shapes, batches = shape or list(cases.SHAPES), batch_sizes or list(cases.BATCH_SIZES)
     states, drafts = state_dtype or list(cases.STATE_DTYPES), max_draft_len or list(cases.MAX_DRAFT_LENS)
+    prompts = prefill_batch_sizes or list(cases.PREFILL_BATCH_SIZES)
     chosen = cases.make_cases(shapes, batches, states, drafts, history=history)
+    prefills = cases.make_prefill_cases(shapes, prompts, states, prefill_tokens, history=history)
     if output_dir is not None:
-        report.require_matplotlib()
+        plot.require_matplotlib()
         check_output(output_dir)
     cuda_device = machine.cuda_device(device)
     options: dict[str, Sequence[object]] = {
         **{"family": [family], "shape": shapes, "batch_sizes": batches, "state_dtype": states},
-        **{"max_draft_len": drafts, "history": [history], "device": [device]},
+        **{"max_draft_len": drafts, "history": [history]},
+        **{"prefill_tokens": [prefill_tokens], "prefill_batch_sizes": prompts, "device": [device]},
     }
     words = [str(word) for name, values in options.items() for word in (f"--{name}", *values)]
-    found = _measured(plan(chosen), cuda_device, shlex.join(["trtllm-replayssm", "bench", "kernels", *words]))
+    command = shlex.join(["trtllm-replayssm", "bench", "kernels", *words, *([] if peers else ["--no-peers"])])
+    choices = Choices(machine.describe(cuda_device).card, peer_settings)
+    found = _measured(plan(chosen, prefills, with_peers=peers), cuda_device, command, choices, peers)
     if output_dir is not None:
         with staged_folder(output_dir) as folder:
-            report.write(found, folder)
-    print(found.model_dump_json(indent=2) if as_json else rendered(report_tables(found)))
+            plot.write(found, folder)
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    from trtllm_replayssm.cli.bench_tables import report_tables
+
+    print(rendered(report_tables(found)))
 
 
-def _measured(jobs: Sequence[Job], device: torch.device, command: str) -> KernelReport:
+def _measured(
+    jobs: Sequence[Job], device: torch.device, command: str, choices: Choices, with_peers: bool
+) -> KernelReport:
     from tqdm import tqdm
 
-    from trtllm_replayssm.bench import machine, peers
+    from trtllm_replayssm.bench import machine
+    from trtllm_replayssm.bench.comparison import compare
     from trtllm_replayssm.bench.kernels import measure
-    from trtllm_replayssm.bench.report import KernelReport
+    from trtllm_replayssm.bench.peers.registry import libraries
+    from trtllm_replayssm.bench.report import KernelReport, Measurement, PeerFailure
     from trtllm_replayssm.bench.timing import copy_bandwidth
 
     bandwidth = copy_bandwidth(device)
-    measuring = measure(jobs, device, copy_bandwidth=bandwidth)
+    measuring = measure(jobs, device, copy_bandwidth=bandwidth, choices=choices)
     # disable=None: drawn on a terminal alone
-    measurements = tuple(tqdm(measuring, total=len(jobs), desc="measuring", disable=None))
+    found = tuple(tqdm(measuring, total=len(jobs), desc="measuring", disable=None))
+    measurements = tuple(item for item in found if isinstance(item, Measurement))
     return KernelReport(
         command=command,
         machine=machine.describe(device),
         copy_gigabytes_per_s=bandwidth / 1e9,
-        peers=peers.peers(),
+        peers=libraries() if with_peers else {},
         measurements=measurements,
+        comparisons=compare(measurements),
+        failures=tuple(item for item in found if isinstance(item, PeerFailure)),
     )
-
-
-def report_tables(report: KernelReport) -> list[Table]:
-    """Return what a run found as tables: the machine, then one table per implementation."""
-    machine = report.machine
-    smi = machine.nvidia_smi
-    facts: dict[str, object] = {
-        "card": f"{machine.card}, compute capability {machine.compute_capability}",
-        "copy bandwidth": f"{report.copy_gigabytes_per_s:,.0f} GB/s, read + written",
-        "driver": smi.get("driver_version", "not known"),
-        "clocks": f"SM {smi['clocks.sm']} MHz, memory {smi['clocks.mem']} MHz" if "clocks.mem" in smi else "not known",
-        "versions": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
-        "peers": ", ".join(f"{name} {version}" for name, version in report.peers.items()),
-        "command": report.command,
-    }
-    if set(report.peers.values()) == {"not installed"}:
-        facts["peers"] = f"none importable ({', '.join(report.peers)} not installed)"
-    by_implementation: dict[str, list[Measurement]] = {}
-    for measurement in report.measurements:
-        by_implementation.setdefault(measurement.implementation, []).append(measurement)
-    return [facts_table("Machine", facts), *(_measured_table(*item) for item in by_implementation.items())]
-
-
-def _measured_table(implementation: str, measurements: list[Measurement]) -> Table:
-    numbers = ("T", "B", "us", "spread", "GB/s", "% of copy", "time/limit", "flush", "pend.")
-    table = new_table(implementation, "shape", "state", *numbers, numbers=numbers)
-    if any(m.flush_fraction is not None for m in measurements):
-        table.caption = "  flush: rows that write their state; pend.: mean pending rows\n"
-        table.caption_justify = "left"
-    for m in measurements:
-        table.add_row(
-            *(m.shape, m.state_dtype or "-", str(m.window), str(m.batch_size)),
-            *(f"{m.us:.1f}", f"{m.spread:.1%}", f"{m.gigabytes_per_s:,.0f}", f"{m.share_of_copy:.0%}"),
-            f"{m.time_over_limit:.2f}",
-            "-" if m.flush_fraction is None else f"{m.flush_fraction:.3f}",
-            "-" if m.mean_pending is None else f"{m.mean_pending:.1f}",
-        )
-    return table

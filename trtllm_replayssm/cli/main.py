@@ -51,7 +51,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "bench": Command(
         "trtllm_replayssm.cli.bench",
         "Measure the kernels on this machine's GPU.",
-        ("--shape", "--batch_sizes", "--state_dtype", "--max_draft_len"),
+        ("--shape", "--batch_sizes", "--state_dtype", "--max_draft_len", "--prefill_batch_sizes"),
     ),
 }
 

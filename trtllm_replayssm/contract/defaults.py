@@ -13,6 +13,8 @@ MAX_SEQ_LEN: Final = 4096
 # A prompt piece long enough to keep a GPU busy, short enough not to stall the other requests for long; a longer one
 # takes activation memory in proportion.
 MAX_NUM_TOKENS: Final = 2048
+# The prompts of the prefill benchmark.
+PREFILL_TOKENS: Final = 4096
 # What TensorRT-RTX builds for, of those the installed version knows: Ampere (A100, RTX 30), Ada (RTX 40, L4, L40) and
 # Blackwell (RTX 50).
 RTX_CAPABILITIES: Final = (80, 86, 89, 120)

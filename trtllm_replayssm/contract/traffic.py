@@ -84,6 +84,20 @@ def conventional_bytes(m: Mamba2Geometry, replay: ReplayGeometry, dtype: str, *,
     )
 
 
+def prefill_bytes(m: Mamba2Geometry, state_dtype: str, dtype: str, *, batch_size: int, tokens: int) -> LaunchBytes:
+    """Return what the prefill of fresh prompts moves: their tensors, and one state written for each."""
+    inputs, outputs = _window_bytes(m, dtype)
+    return LaunchBytes(
+        state_read=0,
+        state_written=batch_size * mamba2_checkpoint_bytes(m, state_dtype),
+        ring_read=0,
+        ring_written=0,
+        inputs=batch_size * tokens * inputs,
+        outputs=batch_size * tokens * outputs,
+        weights=0,
+    )
+
+
 def conv_bytes(m: Mamba2Geometry, window: int, dtype: str, *, batch_size: int) -> LaunchBytes:
     """Return what a step of the convolution moves; its weight and bias are another layer's in every launch."""
     row = m.conv_dim * DTYPE_BYTES[dtype]

@@ -1,0 +1,133 @@
+"""``mamba_ssm``: the conventional decode of one token, and the chunked scan of a prompt."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtllm_replayssm.bench.cases import KernelCase
+from trtllm_replayssm.bench.peers.common import OUTPUT_BOUND, History, PeerStep, bare, load
+from trtllm_replayssm.bench.prefill import Prefill
+from trtllm_replayssm.bench.report import Kind
+from trtllm_replayssm.bench.tuning import SHIPPED, Setting
+
+TILES: tuple[Setting, ...] = tuple(
+    {"BLOCK_SIZE_M": rows, "num_warps": warps} for rows, warps in ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (32, 2))
+)
+"""Rows of a state by a block, and its warps: the tiles that win for one shape or batch size or another on a H200."""
+
+
+class SelectiveStateUpdate(PeerStep):
+    """``selective_state_update``: the state is rewritten for every token.
+
+    Called as mamba_ssm's own Mamba-2 layer does. The function has no argument for its tile, so the kernel that it
+    launches is replaced by one that takes the tile of the setting.
+    """
+
+    implementation = "mamba_ssm selective_state_update"
+    kind: Kind = "conventional"
+    module = "mamba_ssm.ops.triton.selective_state_update"
+    settings = (SHIPPED, *TILES)
+
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
+        super().__init__(case, device)
+        self._state = self.states()
+        A, D, dt_bias = self.packed.weights
+        self._weights = {"A": self.by_state(A), "D": self.by_channel(D), "dt_bias": self.by_channel(dt_bias)}
+
+    @classmethod
+    def supports(cls, case: KernelCase) -> bool:
+        """Say whether it is a step of one token."""
+        return case.replay.window == 1
+
+    def launch(self, step: int, index: int) -> Tensor:
+        """Launch one step of one set."""
+        inputs = {name: tensor[:, 0] for name, tensor in self.packed.inputs(index).items()}
+        inputs["dt"] = self.by_channel(inputs["dt"])
+        with _tile(self.library, self.setting):
+            y: Tensor = self.library.selective_state_update(
+                self._state[index], **inputs, **self._weights, dt_softplus=True
+            )
+        return y
+
+    def before(self, step: int, index: int, rows: Tensor) -> History:
+        """Return the states."""
+        return bare(self._state[index][rows], self.case.geometry)
+
+
+_KERNEL = "_selective_scan_update_kernel"
+
+
+@contextmanager
+def _tile(library: Any, setting: Setting) -> Iterator[None]:
+    if not setting:
+        yield
+        return
+    kernel = getattr(library, _KERNEL)
+    setattr(library, _KERNEL, _WithTile(kernel, setting))
+    try:
+        yield
+    finally:
+        setattr(library, _KERNEL, kernel)
+
+
+class _WithTile:
+    """A Triton kernel whose last argument, the rows of a block, and whose warps are those of a setting."""
+
+    def __init__(self, kernel: Any, setting: Setting) -> None:
+        self._kernel, self._setting = kernel, setting
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *arguments: Any, num_warps: int) -> None:
+        del num_warps
+        rows, warps = self._setting["BLOCK_SIZE_M"], self._setting["num_warps"]
+        self._kernel[grid](*arguments[:-1], rows, num_warps=warps)
+
+
+class ChunkScan(Prefill):
+    """``mamba_chunk_scan_combined``, which tunes its own kernels and returns the last states in addition."""
+
+    implementation = "mamba_ssm mamba_chunk_scan_combined"
+    module = "mamba_ssm.ops.triton.ssd_combined"
+    settings: tuple[Setting, ...] = ({"chunk_size": 256}, {"chunk_size": 128})
+    output_bound = OUTPUT_BOUND
+
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
+        super().__init__(case, device)
+        self.setting = self.settings[0]
+        self._library: Any = load(self.module)
+        self._last_states: Tensor
+
+    @classmethod
+    def supports(cls, case: KernelCase) -> bool:
+        """Say yes: it takes any prompt."""
+        return True
+
+    @torch.no_grad()
+    def launch(self, step: int, index: int) -> Tensor:
+        """Launch the prefill of one set."""
+        inputs = self.packed.inputs(index)
+        A, D, dt_bias = self.packed.weights
+        y: Tensor
+        y, self._last_states = self._library.mamba_chunk_scan_combined(
+            inputs["x"],
+            inputs["dt"],
+            A,
+            inputs["B"],
+            inputs["C"],
+            self.setting["chunk_size"],
+            D=D,
+            dt_bias=dt_bias,
+            dt_softplus=True,
+            return_final_states=True,
+        )
+        return y
+
+    def final_states(self, index: int) -> Tensor:
+        """Return the states that the last launch left."""
+        return self._last_states
