@@ -104,7 +104,7 @@ def pipeline_shape(
 
 
 def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -> int:
-    """Count token rows of x, B and C, scores, weights, dt, decays, fold weights, the description; in whole 128 bytes."""
+    """Count x, B and C, scores, weights, dt, constants, decays, fold weights, description; in whole 128 bytes."""
     token_rows = history + window
     x_bytes = token_rows * (2 * chunk_heads * head_dim + _PADDING_BYTES)
     bc_bytes = (token_rows + window) * (2 * _D_STATE + _PADDING_BYTES)

@@ -3,10 +3,6 @@
 import struct
 from dataclasses import dataclass
 
-STACK_BYTES = {"step": 0, "prefill": 0, "pipelined_step": 16}
-"""Role -> the stack that a thread of it may have. The pipelined step is given every register of an SM; a few loop
-invariants of its consumer warps may not fit."""
-
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 # Attributes of .nv.info: one byte of format, one of code, then for format 4 a byte count and (symbol, value).
 _FORMAT_SIZED, _REGISTERS, _FRAME_BYTES = 4, 0x2F, 0x11

@@ -35,7 +35,7 @@ def test_every_supported_head_has_a_tile_that_fits_in_registers() -> None:
             assert found.launch_shape(role).block_x == 32 * found.num_warps
 
 
-def test_every_pipeline_fits_in_an_sm_with_two_stages_or_more_per_group() -> None:
+def test_every_pipeline_fits_in_an_sm_with_two_stages_or_more_per_consumer() -> None:
     for head_dim, state, history, heads in itertools.product(
         range(16, 129, 16), ("float32", "bfloat16"), (1, 4, 8, 16), (1, 2, 6, 16)
     ):
@@ -46,9 +46,9 @@ def test_every_pipeline_fits_in_an_sm_with_two_stages_or_more_per_group() -> Non
             assert pipeline is not None and shape.is_persistent
             assert "pipelined_step" in found.roles("sm_90a") and "pipelined_step" not in found.roles("sm_80")
             assert pipeline.shared_bytes == shape.dynamic_shared_bytes <= 227 * 1024
-            assert pipeline.num_stages % pipeline.consumer_groups == 0
-            assert pipeline.num_stages >= 2 * pipeline.consumer_groups
-            assert head_dim % (16 * pipeline.stage_warps) == 0 and heads % pipeline.chunk_heads == 0
+            consumers = int(pipeline.defines()["NUM_CONSUMERS"])
+            assert pipeline.num_stages % consumers == 0 and pipeline.num_stages >= 2 * consumers
+            assert heads % pipeline.chunk_heads == 0 and 32 % pipeline.chunk_heads == 0
             assert pipeline.block_threads == shape.block_x <= 512
 
 
