@@ -106,7 +106,7 @@ __device__ inline void prefetch_rows(const Mamba2Params& params, const Chunk& he
       prefetch_lines(tensors.C(token) + group * params.C_stride_group, D_STATE * 2);
     }
   } else if (loader == 1) {
-    prefetch_lines(token < 0 ? tensors.x_ring(line) : tensors.x(token), heads.num_heads * HEAD_DIM * 2);
+    ptx::prefetch_bulk(token < 0 ? tensors.x_ring(line) : tensors.x(token), heads.num_heads * HEAD_DIM * 2);
   } else if (token < 0) {
     prefetch_lines(tensors.dt_ring(line, 0), heads.num_heads * 4);
   } else {
