@@ -24,17 +24,20 @@ __device__ inline uint32_t pair_mask(int first, int count) {
   return (first < count ? 0x0000ffffu : 0u) | (first + 1 < count ? 0xffff0000u : 0u);
 }
 
-// The product reads the upper 19 bits of a tf32 operand; half of its last place, added before, rounds to nearest. Not to
-// infinities and NaN: the NaN 0x7fffffff, which arithmetic makes, would become a tiny number and be hidden.
-__device__ inline uint32_t round_to_tf32(uint32_t fp32_bits) {
-  return fabsf(bits_to_float(fp32_bits)) < bits_to_float(0x7f800000u) ? fp32_bits + 0x1000u : fp32_bits;
-}
-
 __device__ inline uint32_t float_to_bits(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
+
+// A fp32 number in two parts, of which a tf32 product reads every bit that counts: it takes the upper 19 bits of an
+// operand, which hold the first part exactly, and 11 digits of the rest. NaN and infinities stay so, or become NaN.
+struct Tf32Parts {
+  uint32_t high, low;
+
+  __device__ explicit Tf32Parts(uint32_t fp32_bits)
+      : high(fp32_bits & 0xffffe000u), low(float_to_bits(bits_to_float(fp32_bits) - bits_to_float(high))) {}
+};
 
 namespace ptx {
 

@@ -101,17 +101,25 @@ __device__ inline void load_x(ChunkBuffer buffer, int first, int num_rows, int c
   words[3] &= far;
 }
 
-// sums += state . C over the columns of one vector of rows g and g + 8. Two sums, so that products overlap.
+// The sum of both sums += state . C over the columns of one vector of rows g and g + 8. C is exact in bfloat16 and in
+// tf32; a state in fp32 is taken in two parts, each into a sum of its own.
 __device__ inline void multiply_vector(const Vector16& upper, const Vector16& lower, const CPairs::Words& C,
                                        float (&sums)[2][4]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    uint32_t a[4] = {upper.words[2 * k], lower.words[2 * k], upper.words[2 * k + 1], lower.words[2 * k + 1]}, b[2];
+    const uint32_t a[4] = {upper.words[2 * k], lower.words[2 * k], upper.words[2 * k + 1], lower.words[2 * k + 1]};
+    uint32_t b[2];
     CPairs::operand(C, k, b);
     if constexpr (IS_STATE_FP32) {
+      uint32_t high[4], low[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(a[i]);
-      ptx::mma_tf32(sums[k], a, b[0], b[1]);
+      for (int i = 0; i < 4; ++i) {
+        const Tf32Parts parts(a[i]);
+        high[i] = parts.high;
+        low[i] = parts.low;
+      }
+      ptx::mma_tf32(sums[0], high, b[0], b[1]);
+      ptx::mma_tf32(sums[1], low, b[0], b[1]);
     } else {
       ptx::mma_bf16(sums[k], a, b[0], b[1]);
     }
