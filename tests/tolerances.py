@@ -29,8 +29,7 @@ class Bound:
 
 
 _ROUNDED_OUTPUT = {"float32": 0.0, "float16": 5e-4, "bfloat16": 4e-3}
-"""One rounding of y, 2^-12 or 2^-9 of the largest magnitude and up to twice that of a smaller one. What is left is the
-arithmetic's."""
+"""One rounding of y, ``HALF_ULP`` of it at most, and what little is left for the arithmetic."""
 
 _ROUNDED_STATE = {"float32": 0.0, "float16": 8 * HALF_ULP["float16"], "bfloat16": 8 * HALF_ULP["bfloat16"]}
 """Every flush rounds the state once more; a slowly decaying head (a = 0.999 per token) carries the errors of many
