@@ -8,11 +8,13 @@ import ctypes
 import os
 import subprocess
 import tempfile
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from trtllm_replayssm.plugins.specialize import (
 )
 
 EMULATOR_DIR = Path(__file__).parent / "emulator"
+_STALE_BYTES = 2**18
 PARAMS = {"mamba2": "Mamba2Params", "causal_conv1d": "CausalConv1dParams"}
 
 
@@ -66,14 +69,17 @@ class Emulator:
     """One way to run the kernels.
 
     Attributes:
-        role: of the kernel; None chooses by the window as ``launch`` does.
+        role: of the kernel; None chooses by the window as ``launch`` does. "pipelined_step" runs the windows that it is
+            for, "prefill" the longer ones.
         is_descending: reverse the order in which threads run between barriers.
         source_dir: the sources, ours or an altered copy.
+        num_multiprocessors: how many thread blocks a persistent kernel has at most.
     """
 
     role: Role | None = None
     is_descending: bool = False
     source_dir: Path = SOURCE_DIR
+    num_multiprocessors: int = 1
 
     def mamba2(self, *, history: int, max_draft_len: int, **tensors: Tensor) -> Tensor:
         """Emulate ``ops.mamba2`` on CUDA."""
@@ -91,9 +97,13 @@ class Emulator:
         )
         # An output that the kernel does not write stays NaN and is found.
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
-        params = mamba2_params(tuple(tensors[name] for name in plugin_io.MAMBA2.inputs), y)
-        role = self.role or ("step" if x.shape[1] <= specialization.window else "prefill")
-        self._run(specialization, role, params, x)
+        inputs = tuple(tensors[name] for name in plugin_io.MAMBA2.inputs)
+        params = mamba2_params(inputs, y)
+        if x.shape[1] <= specialization.window:
+            role = self.role or "step"
+        else:
+            role = "prefill"
+        self._run(specialization, role, params, inputs, y)
         return y
 
     def causal_conv1d(self, *, activation: str | None, **tensors: Tensor | None) -> Tensor:
@@ -104,13 +114,40 @@ class Emulator:
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.CAUSAL_CONV1D.inputs)
         role = self.role or causal_conv1d_role(x.shape[1])
-        self._run(specialization, role, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), x)
+        self._run(specialization, role, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), inputs, y)
         return y
 
-    def _run(self, specialization: Specialization, role: Role, params: Any, x: Tensor) -> None:
+    def _run(
+        self, specialization: Specialization, role: Role, params: Any, inputs: tuple[Tensor | None, ...], y: Tensor
+    ) -> None:
         library = emulated(specialization, role, self.source_dir)
-        grid_x, grid_y, _ = specialization.launch_shape(role).grid(x.shape[0], num_multiprocessors=1)
+        shape = specialization.launch_shape(role)
+        grid_x, grid_y, _ = shape.grid(y.shape[0], self.num_multiprocessors)
+        stale = declare_memory(library, [tensor for tensor in inputs if tensor is not None])
         library.emulate(ctypes.byref(params), grid_x, grid_y, int(self.is_descending))
+        assert stale is not None, "lives as long as the launch"
+
+
+def declare_memory(library: ctypes.CDLL, tensors: list[Tensor]) -> list[bytes]:
+    """Tell the emulator where tensors are, and what stands there while the kernel before this one still runs.
+
+    Lengths and slots are then any numbers, floating-point numbers NaN. Large memory, the pools', stays as it is.
+    """
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    stale = []
+    for address, tensor in storages.items():
+        num_bytes = tensor.untyped_storage().nbytes()
+        content = None
+        if tensor.dtype == torch.int32:
+            rng = np.random.default_rng(zlib.crc32(tensor.numpy().tobytes()))
+            small, any_number = rng.integers(-3, 40, num_bytes // 4), rng.integers(-(2**31), 2**31, num_bytes // 4)
+            content = np.where(rng.random(num_bytes // 4) < 0.7, small, any_number).astype(np.int32).tobytes()
+        elif num_bytes <= _STALE_BYTES:
+            content = b"\xff" * num_bytes
+        if content is not None:
+            stale.append(content)
+        library.declare(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), content)
+    return stale
 
 
 def dtype_name(tensor: Tensor) -> Any:

@@ -7,7 +7,6 @@
 // says which layouts. Tensors: params.h, here with x, B and C in 16-byte pieces and the heads of x as neighbours.
 // Numbers are as exact as in step.cu, to about 2^-17 of a weight; sums are fp32.
 #include "common/dependent_launch.cuh"
-#include "common/dependent_launch.cuh"
 #include "mamba2/pipeline/coefficients.cuh"
 #include "mamba2/pipeline/loader.cuh"
 #include "mamba2/pipeline/outputs.cuh"
@@ -33,7 +32,7 @@ __device__ inline void prepare(const Mamba2Params& params, const PipelineShared&
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     replay_mamba2_pipelined_step(const __grid_constant__ Mamba2Params params) {
   using namespace replay;
-  extern __shared__ __align__(128) unsigned char shared_memory[];
+  extern __shared__ __align__(128) Vector16 shared_memory[];
   const PipelineShared shared(shared_memory);
   const int warp = threadIdx.x / WARP_SIZE, loader = warp - (NUM_CONSUMERS + NUM_WEIGHERS);
   const bool is_producer = loader == NUM_LOADERS && threadIdx.x % WARP_SIZE == 0;

@@ -1,6 +1,6 @@
 // The instructions of plugins/kernels/common/ptx.cuh in plain C++, for the emulator.
 #pragma once
-#include "host_cuda.h"
+#include "under_way.h"
 
 namespace replay {
 
@@ -42,12 +42,10 @@ inline float reciprocal(float x) { return 1.0f / x; }
 inline void make_opaque(uint32_t&) {}
 inline void make_opaque(uint16_t&) {}
 
-inline void prefetch_line(const void*) {}
-
 inline void check_alignment(const void* pointer, int bytes = 16) {
   if (reinterpret_cast<uintptr_t>(pointer) % bytes != 0) {
-    std::fprintf(stderr, "misaligned access of %d bytes\n", bytes);
-    std::abort();
+    std::fprintf(stderr, "an access of %d bytes: ", bytes);
+    emulator::fail("misaligned");
   }
 }
 
@@ -65,15 +63,34 @@ inline void store(T* target, const T& value) {
   *target = value;
 }
 
-// The bytes arrive when the thread waits for its copies, and not before.
-inline void copy_async(void* shared_target, const void* source) {
-  check_alignment(shared_target);
-  check_alignment(source);
-  emulator::current().copies.push_back({shared_target, source});
+inline void prefetch_line(const void* source) { emulator::check_region(source, 1); }
+
+inline int load_from_l2(const int* source) { return *source; }
+
+// A shared address is the distance from the start of shared memory, which is aligned.
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulator::shared_base);
 }
 
+// The bytes arrive when the thread waits for its copies, or when a barrier tells of them, and not before.
+inline void start_copy(void* shared_target, const void* source, int bytes) {
+  check_alignment(shared_target, bytes);
+  check_alignment(source, bytes);
+  emulator::check_region(source, bytes);
+  emulator::current().copies.push_back({shared_target, source, static_cast<size_t>(bytes)});
+  emulator::poison(emulator::current().copies.back());
+}
+
+inline void copy_async(void* shared_target, const void* source) { start_copy(shared_target, source, 16); }
+
+inline void copy_async(uint32_t shared_target, const void* source) {
+  start_copy(emulator::shared_pointer(shared_target, 16), source, 16);
+}
+
+inline void copy_async_word(void* shared_target, const void* source) { start_copy(shared_target, source, 4); }
+
 inline void wait_for_copies() {
-  for (const emulator::Copy& copy : emulator::current().copies) std::memcpy(copy.target, copy.source, 16);
+  for (const emulator::Copy& copy : emulator::current().copies) emulator::finish(copy);
   emulator::current().copies.clear();
 }
 
