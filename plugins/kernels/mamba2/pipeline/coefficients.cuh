@@ -94,15 +94,12 @@ __device__ inline void weigh_outputs(const RowLengths& lengths, ChunkBuffer buff
 
 // dt of a window token, after softplus.
 __device__ inline float window_time(const ChunkTensors& tensors, ChunkBuffer buffer, int head, int token) {
-  const uint32_t word = *buffer.raw_time(head, token);
-  float raw;
-  if constexpr (sizeof(DT_TYPE) == 4) {
-    raw = bits_to_float(word);
-  } else {
-    const bool is_high = reinterpret_cast<uintptr_t>(tensors.raw_dt(token, head)) & 2;
-    raw = to_float(DT_TYPE{static_cast<uint16_t>(is_high ? word >> 16 : word)});
-  }
-  return softplus(raw + buffer.constants(2)[head]);
+  uint32_t word = *buffer.raw_time(head, token);
+  // Of two 16-bit numbers in the word, the upper one?
+  if (sizeof(DT_TYPE) == 2 && (reinterpret_cast<uintptr_t>(tensors.raw_dt(token, head)) & 2) != 0) word >>= 16;
+  DT_TYPE raw;
+  memcpy(&raw, &word, sizeof(raw));
+  return softplus(to_float(raw) + buffer.constants(2)[head]);
 }
 
 __device__ inline void weigh_head(const ChunkTensors& tensors, ChunkBuffer buffer, const float* scores, int head,
