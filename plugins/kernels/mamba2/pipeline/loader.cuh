@@ -90,7 +90,7 @@ __device__ inline void prefetch_lines(const void* source, int bytes) {
 
 // Bring a loader's token rows of many heads to the cache; one lane a token row.
 __device__ inline void prefetch_rows(const Mamba2Params& params, const Chunk& heads, int loader) {
-  if (!heads.lengths.is_active()) return;
+  if (!heads.lengths.is_active() || heads.num_heads == 0) return;
   const ChunkTensors tensors{params, heads};
   const int lane = threadIdx.x % WARP_SIZE;
   const int token = lane - heads.lengths.pending;
