@@ -42,13 +42,33 @@ struct HeadWeights {
   }
 };
 
-// x^T times the weights of the rows that the outputs see: 16 channels.
+// x^T times the weights of num_rows of the rows that the outputs see: 16 channels.
 __device__ inline void multiply_rows(ChunkBuffer buffer, int first, int num_rows, const HeadWeights& weights,
                                      int channel, float (&sums)[4]) {
   uint32_t x[4];
   load_x(buffer, first, num_rows, channel, x);
   ptx::mma_bf16(sums, x, weights.rows.words[2], weights.rows.words[3]);
   ptx::mma_bf16(sums, x, weights.rows.words[0], weights.rows.words[1]);
+}
+
+// The same for all tokens; sums are zero before. Rows after a token weigh 0 in it, but 0 times what is not finite is
+// not 0: then each token is made from the rows up to it alone.
+__device__ inline void multiply_seen_rows(ChunkBuffer buffer, int first, int live, int num_tokens,
+                                          const HeadWeights& weights, int channel, float (&sums)[4]) {
+  multiply_rows(buffer, first, live + num_tokens, weights, channel, sums);
+  if constexpr (WINDOW == 1) return;
+  const int q = threadIdx.x % 4;
+  const bool is_finite = fabsf(sums[0] + sums[1] + sums[2] + sums[3]) < bits_to_float(0x7f800000u);
+  if (!__any_sync(FULL_WARP, !is_finite)) return;
+#pragma unroll 1
+  for (int token = 0; token < num_tokens; ++token) {
+    float of_token[4] = {};
+    multiply_rows(buffer, first, live + token + 1, weights, channel, of_token);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (2 * q + i % 2 == token) sums[i] = of_token[i];
+    }
+  }
 }
 
 // sums = S C, of the checkpoint as it stands.
@@ -128,7 +148,6 @@ struct ConsumerTurn {
 __device__ inline void consume_tiles(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
                                      ConsumerTurn& turn) {
   const RowLengths& lengths = tensors.chunk.lengths;
-  const int num_rows = lengths.is_active() ? lengths.live() + lengths.num_tokens : 0;
   const bool is_state_read = lengths.is_state_read();
   const WindowC C(buffer, lengths.num_tokens);
   const OutputLane output(tensors);
@@ -137,7 +156,7 @@ __device__ inline void consume_tiles(const ChunkTensors& tensors, const Pipeline
     const int channel = turn.tile * TILE_ROWS;  // of the chunk's rows of x
     const HeadWeights weights(buffer, turn.tile / TILES_PER_HEAD);
     float rows[4] = {}, state[2][4] = {};
-    multiply_rows(buffer, 0, num_rows, weights, channel, rows);
+    if (lengths.is_active()) multiply_seen_rows(buffer, 0, lengths.pending, lengths.num_tokens, weights, channel, rows);
     turn.wait(shared);
     if (is_state_read) multiply_tile(TileRows(tensors, shared, turn.tile, turn.stage.index), C, state);
     turn.release(shared);
@@ -164,7 +183,7 @@ __device__ inline void fold_tiles(const ChunkTensors& tensors, const PipelineSha
                            WeightedX(x, fold_weights), B, fold_weights[MMA_TOKENS], C, state);
     turn.release(shared);
     const HeadWeights weights(buffer, head);
-    multiply_rows(buffer, lengths.pending, lengths.num_tokens, weights, channel, rows);
+    multiply_seen_rows(buffer, lengths.pending, 0, lengths.num_tokens, weights, channel, rows);
     OutputLane(tensors).store(channel, state, rows, weights.decays);
   }
 }
