@@ -74,7 +74,8 @@ def check_architecture(specialization: Specialization, role: Role, architecture:
             f"{specialization}: found no {role} kernel for {architecture}; needed a role of "
             f"{', '.join(specialization.roles(architecture))}."
         )
-    needed, available = specialization.launch_shape(role).dynamic_shared_bytes, MAX_SHARED_BYTES[architecture]
+    kernel = specialization.kernel(role, architecture)
+    needed, available = specialization.launch_shape(kernel).dynamic_shared_bytes, MAX_SHARED_BYTES[architecture]
     if needed > available:
         raise UnsupportedError(
             f"{specialization}: found {needed} bytes of shared memory in its {role} kernel; needed at most {available} "
@@ -83,8 +84,9 @@ def check_architecture(specialization: Specialization, role: Role, architecture:
 
 
 def _key(specialization: Specialization, role: Role, architecture: str) -> str:
-    options = [f"{name}={value}" for name, value in sorted(specialization.defines(role).items())]
-    parts: list[bytes | str] = [role, architecture, *options, _nvrtc_version()]
+    kernel = specialization.kernel(role, architecture)
+    options = [f"{name}={value}" for name, value in sorted(specialization.defines(kernel).items())]
+    parts: list[bytes | str] = [kernel, architecture, *options, _nvrtc_version()]
     for folder in ("common", "nvrtc", specialization.folder):
         for path in sorted(path for path in (SOURCE_DIR / folder).rglob("*") if path.is_file()):
             parts += [path.relative_to(SOURCE_DIR).as_posix(), path.read_bytes()]
@@ -103,13 +105,14 @@ def _read_entry(entry: Path) -> bytes | None:
 
 def _compile(specialization: Specialization, role: Role, architecture: str) -> bytes:
     core = cuda_module("core")
-    source = SOURCE_DIR / specialization.folder / f"{role}.cu"
+    kernel = specialization.kernel(role, architecture)
+    source = SOURCE_DIR / specialization.folder / f"{kernel}.cu"
     options = core.ProgramOptions(
-        name=f"{specialization.folder}/{role}.cu",
+        name=f"{specialization.folder}/{kernel}.cu",
         arch=architecture,
         std="c++17",
         include_path=[str(SOURCE_DIR), str(SOURCE_DIR / "nvrtc")],
-        define_macro=list(specialization.defines(role).items()),
+        define_macro=list(specialization.defines(kernel).items()),
     )
     try:
         return bytes(core.Program(source.read_text(), "c++", options).compile("cubin").code)

@@ -75,7 +75,7 @@ def has_dependent_launch(architecture: str) -> bool:
 
 
 def _entry(specialization: Specialization, role: Role, architecture: str) -> KernelEntry:
-    shape = specialization.launch_shape(role)
+    shape = specialization.launch_shape(specialization.kernel(role, architecture))
     return KernelEntry(
         role=role,
         symbol=shape.symbol,

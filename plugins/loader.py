@@ -59,7 +59,7 @@ def load(specialization: Specialization, role: Role, device_index: int) -> Loade
     """
     architecture = device_architecture(device_index)
     cubin = build.compile_kernel(specialization, role, architecture)
-    shape = specialization.launch_shape(role)
+    shape = specialization.launch_shape(specialization.kernel(role, architecture))
     driver: Any = build.cuda_module("bindings.driver")
     core: Any = build.cuda_module("core")
     _make_device_current(device_index)

@@ -10,7 +10,8 @@ from typing import Literal, Self, get_args
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, Mamba2Geometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.errors import UnsupportedError
-from trtllm_replayssm.plugins import pipeline_shape
+from trtllm_replayssm.plugins import chunk_shape, pipeline_shape
+from trtllm_replayssm.plugins.chunk_shape import ChunkShape
 from trtllm_replayssm.plugins.pipeline_shape import PipelineShape
 
 Role = Literal["step", "prefill", "pipelined_step", "one_token_step"]
@@ -18,6 +19,8 @@ ROLES: tuple[Role, ...] = ("step", "prefill")
 """What every specialization has for every architecture. ``step`` runs windows of at most 1 + max_draft_len tokens,
 ``prefill`` longer ones. For some shapes, architectures and layouts ``pipelined_step`` does the work of ``step``; for
 windows of one token ``one_token_step`` does that of the convolution's."""
+Kernel = Literal[Role, "chunked_prefill"]
+"""A source file of that name. A role is the kernel of its own name, but for ``kernel()`` of a specialization."""
 
 MAX_ROWS = 65535
 """As in ``kernels/common/protocol.h``: most rows of a step."""
@@ -41,8 +44,8 @@ _CONV_VECTOR_BYTES = 8
 _CONV_BLOCK_THREADS = 128
 # Rows of a thread: two share their taps; with more than one token a row each is faster. Blocks per SM bound the
 # registers: at 128 rows of 10240 channels all blocks of a one-token step are then on the GPU at once.
-_CONV_ROWS: dict[Role, int] = {"one_token_step": 2, "step": 1, "prefill": 1}
-_CONV_BLOCKS_PER_SM: dict[Role, int] = {"one_token_step": 10, "step": 8, "prefill": 7}
+_CONV_ROWS: dict[Kernel, int] = {"one_token_step": 2, "step": 1, "prefill": 1}
+_CONV_BLOCKS_PER_SM: dict[Kernel, int] = {"one_token_step": 10, "step": 8, "prefill": 7}
 _CONV_FEW_TAPS, _CONV_BLOCKS_PER_SM_OF_MANY_TAPS = 4, 4
 # Thread blocks that share the tokens of a long window, per block of channels: enough to fill a GPU at batch 1.
 _CONV_TOKEN_SPLITS = 128
@@ -187,24 +190,41 @@ class Mamba2Specialization:
             state_dtype=self.state_dtype,
         )
 
+    @property
+    def chunks(self) -> ChunkShape | None:
+        """The make-up of the chunked prefill; None where there is none for these constants."""
+        return chunk_shape.chunk_shape(
+            n_heads=self.n_heads,
+            head_dim=self.head_dim,
+            d_state=self.d_state,
+            activation_dtype=self.activation_dtype,
+        )
+
+    def kernel(self, role: Role, architecture: str) -> Kernel:
+        """Return the kernel that plays a role on an architecture."""
+        is_chunked = role == "prefill" and self.chunks is not None and self.chunks.fits(architecture)
+        return "chunked_prefill" if is_chunked else role
+
     def roles(self, architecture: str) -> tuple[Role, ...]:
         """Return the roles that an image carries for an architecture."""
         is_pipelined = architecture in pipeline_shape.ARCHITECTURES and self.pipeline is not None
         return (*ROLES, "pipelined_step") if is_pipelined else ROLES
 
-    def launch_shape(self, role: Role) -> LaunchShape:
-        """Return how the kernel of a role is launched."""
-        if role == "pipelined_step":
+    def launch_shape(self, kernel: Kernel) -> LaunchShape:
+        """Return how a kernel is launched."""
+        symbol = f"replay_mamba2_{kernel}"
+        if kernel == "pipelined_step":
             pipeline = self._require_pipeline()
-            return LaunchShape(
-                f"replay_mamba2_{role}", self.n_heads, pipeline.block_threads, pipeline.shared_bytes, is_persistent=True
-            )
-        shared = self._step_shared_bytes() if role == "step" else self._prefill_shared_bytes(self.chunk_size)
-        return LaunchShape(f"replay_mamba2_{role}", self.n_heads, self.num_warps * _WARP, shared)
+            return LaunchShape(symbol, self.n_heads, pipeline.block_threads, pipeline.shared_bytes, is_persistent=True)
+        if kernel == "chunked_prefill":
+            chunks = self._require_chunks()
+            return LaunchShape(symbol, self.n_heads * chunks.head_slices, chunks.block_threads, chunks.shared_bytes)
+        shared = self._step_shared_bytes() if kernel == "step" else self._prefill_shared_bytes(self.chunk_size)
+        return LaunchShape(symbol, self.n_heads, self.num_warps * _WARP, shared)
 
-    def defines(self, role: Role) -> dict[str, str]:
+    def defines(self, kernel: Kernel) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
-        shape = self.launch_shape(role)
+        shape = self.launch_shape(kernel)
         defines = {
             "N_HEADS": str(self.n_heads),
             "HEAD_DIM": str(self.head_dim),
@@ -218,8 +238,10 @@ class Mamba2Specialization:
             "BLOCK_THREADS": str(shape.block_x),
             "DYNAMIC_SHARED_BYTES": str(shape.dynamic_shared_bytes),
         }
-        if role == "pipelined_step":
+        if kernel == "pipelined_step":
             return defines | self._require_pipeline().defines()
+        if kernel == "chunked_prefill":
+            return defines | self._require_chunks().defines()
         return defines | {
             "LANES_PER_ROW": str(self.lanes_per_row),
             "CHUNK_SIZE": str(self.chunk_size),
@@ -233,6 +255,14 @@ class Mamba2Specialization:
                 "or bfloat16, d_state 128, head_dim a multiple of 16, history at most 16. Run the step kernel."
             )
         return self.pipeline
+
+    def _require_chunks(self) -> ChunkShape:
+        if self.chunks is None:
+            raise UnsupportedError(
+                f"{self}: found no chunked prefill for these constants; needed bfloat16 activations, head_dim a "
+                "multiple of 16, d_state of 64 or more. Run the prefill kernel."
+            )
+        return self.chunks
 
     def _step_shared_bytes(self) -> int:
         """Count staged rows of B, C and x, then fp32 dt, window weights, fold weights and the fold's decay."""
@@ -286,23 +316,29 @@ class CausalConv1dSpecialization:
         """Return the roles that an image carries for an architecture."""
         return (*ROLES, "one_token_step")
 
-    def launch_shape(self, role: Role) -> LaunchShape:
-        """Return how the kernel of a role is launched."""
-        blocks = -(-self.conv_dim // (self.channels_per_thread * _CONV_BLOCK_THREADS))
-        splits = _CONV_TOKEN_SPLITS if role == "prefill" else 1
-        symbol = f"replay_causal_conv1d_{role}"
-        return LaunchShape(symbol, blocks * splits, _CONV_BLOCK_THREADS, 0, rows_per_block=_CONV_ROWS[role])
+    def kernel(self, role: Role, architecture: str) -> Kernel:
+        """Return the kernel that plays a role on an architecture."""
+        return role
 
-    def defines(self, role: Role) -> dict[str, str]:
+    def launch_shape(self, kernel: Kernel) -> LaunchShape:
+        """Return how a kernel is launched."""
+        blocks = -(-self.conv_dim // (self.channels_per_thread * _CONV_BLOCK_THREADS))
+        splits = _CONV_TOKEN_SPLITS if kernel == "prefill" else 1
+        symbol = f"replay_causal_conv1d_{kernel}"
+        return LaunchShape(symbol, blocks * splits, _CONV_BLOCK_THREADS, 0, rows_per_block=_CONV_ROWS[kernel])
+
+    def defines(self, kernel: Kernel) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
-        blocks_per_sm = _CONV_BLOCKS_PER_SM[role] if self.d_conv <= _CONV_FEW_TAPS else _CONV_BLOCKS_PER_SM_OF_MANY_TAPS
+        blocks_per_sm = (
+            _CONV_BLOCKS_PER_SM[kernel] if self.d_conv <= _CONV_FEW_TAPS else _CONV_BLOCKS_PER_SM_OF_MANY_TAPS
+        )
         return {
             "CONV_DIM": str(self.conv_dim),
             "D_CONV": str(self.d_conv),
             "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
             "CHANNELS_PER_THREAD": str(self.channels_per_thread),
             "TOKEN_SPLITS": str(_CONV_TOKEN_SPLITS),
-            "ROWS_PER_BLOCK": str(_CONV_ROWS[role]),
+            "ROWS_PER_BLOCK": str(_CONV_ROWS[kernel]),
             "BLOCKS_PER_SM": str(blocks_per_sm),
             "BLOCK_THREADS": str(_CONV_BLOCK_THREADS),
         }

@@ -23,8 +23,8 @@ from trtllm_replayssm.plugins.build import SOURCE_DIR
 from trtllm_replayssm.plugins.params import causal_conv1d_params, causal_conv1d_role, mamba2_params
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
+    Kernel,
     Mamba2Specialization,
-    Role,
     Specialization,
 )
 
@@ -46,22 +46,22 @@ def compile_host(output: Path, source: Path, defines: dict[str, str], *include_d
 
 
 def compile_emulated(
-    output: Path, specialization: Specialization, role: Role, source_dir: Path = SOURCE_DIR
+    output: Path, specialization: Specialization, kernel: Kernel, source_dir: Path = SOURCE_DIR
 ) -> ctypes.CDLL:
     """Compile one kernel for the emulator to a shared object and load it."""
-    defines = specialization.defines(role) | {
-        "KERNEL_SOURCE": f'"{specialization.folder}/{role}.cu"',
-        "KERNEL_SYMBOL": specialization.launch_shape(role).symbol,
+    defines = specialization.defines(kernel) | {
+        "KERNEL_SOURCE": f'"{specialization.folder}/{kernel}.cu"',
+        "KERNEL_SYMBOL": specialization.launch_shape(kernel).symbol,
         "KERNEL_PARAMS": PARAMS[specialization.folder],
     }
     return compile_host(output, EMULATOR_DIR / "driver.cpp", defines, EMULATOR_DIR, source_dir)
 
 
 @cache
-def emulated(specialization: Specialization, role: Role, source_dir: Path = SOURCE_DIR) -> ctypes.CDLL:
+def emulated(specialization: Specialization, kernel: Kernel, source_dir: Path = SOURCE_DIR) -> ctypes.CDLL:
     """Compile one kernel for the emulator, once; the sources may be an altered copy."""
     with tempfile.TemporaryDirectory() as folder:
-        return compile_emulated(Path(folder) / "kernel.so", specialization, role, source_dir)
+        return compile_emulated(Path(folder) / "kernel.so", specialization, kernel, source_dir)
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,15 @@ class Emulator:
     """One way to run the kernels.
 
     Attributes:
-        role: of the kernel; None chooses by the window as ``launch`` does. "pipelined_step" runs the windows that it is
-            for, "prefill" the longer ones.
+        kernel: which one; None chooses by the window as ``launch`` does. "pipelined_step" runs the windows that it is for.
+        prefill: what then runs the longer ones.
         is_descending: reverse the order in which threads run between barriers.
         source_dir: the sources, ours or an altered copy.
         num_multiprocessors: how many thread blocks a persistent kernel has at most.
     """
 
-    role: Role | None = None
+    kernel: Kernel | None = None
+    prefill: Kernel = "prefill"
     is_descending: bool = False
     source_dir: Path = SOURCE_DIR
     num_multiprocessors: int = 1
@@ -99,11 +100,8 @@ class Emulator:
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.MAMBA2.inputs)
         params = mamba2_params(inputs, y)
-        if x.shape[1] <= specialization.window:
-            role = self.role or "step"
-        else:
-            role = "prefill"
-        self._run(specialization, role, params, inputs, y)
+        kernel = (self.kernel or "step") if x.shape[1] <= specialization.window else self.prefill
+        self._run(specialization, kernel, params, inputs, y)
         return y
 
     def causal_conv1d(self, *, activation: str | None, **tensors: Tensor | None) -> Tensor:
@@ -113,15 +111,15 @@ class Emulator:
         specialization = CausalConv1dSpecialization(x.shape[2], weight.shape[1], dtype_name(x))
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.CAUSAL_CONV1D.inputs)
-        role = self.role or causal_conv1d_role(x.shape[1])
-        self._run(specialization, role, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), inputs, y)
+        kernel = self.kernel or causal_conv1d_role(x.shape[1])
+        self._run(specialization, kernel, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), inputs, y)
         return y
 
     def _run(
-        self, specialization: Specialization, role: Role, params: Any, inputs: tuple[Tensor | None, ...], y: Tensor
+        self, specialization: Specialization, kernel: Kernel, params: Any, inputs: tuple[Tensor | None, ...], y: Tensor
     ) -> None:
-        library = emulated(specialization, role, self.source_dir)
-        shape = specialization.launch_shape(role)
+        library = emulated(specialization, kernel, self.source_dir)
+        shape = specialization.launch_shape(kernel)
         grid_x, grid_y, _ = shape.grid(y.shape[0], self.num_multiprocessors)
         stale = declare_memory(library, [tensor for tensor in inputs if tensor is not None])
         library.emulate(ctypes.byref(params), grid_x, grid_y, int(self.is_descending))

@@ -17,9 +17,9 @@ CONV = CausalConv1dSpecialization(12288, 4, "bfloat16")
 # Sizes and architectures beside those of test_resources.py, in few combinations.
 COMBINATIONS: list[tuple[str, Specialization, Role, str]] = [
     ("nano_9b-step", NANO_9B, "step", "sm_90a"),
-    ("nano_9b-prefill", NANO_9B, "prefill", "sm_90a"),
+    ("nano_9b-prefill", NANO_9B, "prefill", "sm_80"),
     ("P64-T4-step", changed(head_dim=64, n_heads=64, max_draft_len=3), "step", "sm_100a"),
-    ("P64-prefill", changed(head_dim=64, n_heads=64), "prefill", "sm_120"),
+    ("P72-prefill", changed(head_dim=72, n_heads=64), "prefill", "sm_120"),
     ("P80-state_bf16-step", changed(state_dtype="bfloat16", dt_dtype="float32"), "step", "sm_90a"),
     ("P64-state_fp16-step", changed(head_dim=64, state_dtype="float16"), "step", "sm_89"),
     ("P128-N128-step", changed(head_dim=128), "step", "sm_100a"),
@@ -42,6 +42,17 @@ COMBINATIONS: list[tuple[str, Specialization, Role, str]] = [
     ("P16-G1-dt_fp32-pipelined", changed(head_dim=16, n_groups=1, dt_dtype="float32"), "pipelined_step", "sm_90a"),
     ("P128-T8-pipelined", changed(head_dim=128, max_draft_len=7), "pipelined_step", "sm_103a"),
     ("P112-W8-pipelined", changed(head_dim=112, history=8, state_dtype="bfloat16"), "pipelined_step", "sm_90a"),
+    *(
+        (f"{heads}x{head_dim}-state_{state}-chunked-{arch}", shape, "prefill", arch)
+        for arch in ("sm_80", "sm_90a", "sm_100a", "sm_120")
+        for heads, head_dim in ((128, 80), (64, 64), (128, 64))
+        for state in ("float32", "bfloat16")
+        if head_dim == 64 or arch in ("sm_90a", "sm_100a")
+        for shape in [changed(n_heads=heads, head_dim=head_dim, state_dtype=state)]
+    ),
+    ("P16-N256-chunked", changed(head_dim=16, d_state=256, history=64, max_draft_len=7), "prefill", "sm_90a"),
+    ("P112-state_fp16-chunked", changed(head_dim=112, state_dtype="float16"), "prefill", "sm_90a"),
+    ("P128-dt_fp32-chunked", changed(head_dim=128, dt_dtype="float32"), "prefill", "sm_103a"),
     ("conv-prefill-fp32", CausalConv1dSpecialization(100, 4, "float32"), "prefill", "sm_120"),
 ]
 
@@ -60,10 +71,18 @@ def test_kernels_compile_without_spills(
 ) -> None:
     found = resources(build.compile_kernel(specialization, role, architecture))
     assert found.stack_bytes == 0
-    shape = specialization.launch_shape(role)
+    kernel = specialization.kernel(role, architecture)
+    shape = specialization.launch_shape(kernel)
     assert found.registers * shape.block_x <= 65536, "a block must fit on an SM"
-    if specialization is NANO_9B and role != "pipelined_step":
+    if specialization is NANO_9B and kernel in ("step", "prefill"):
         assert found.registers <= 128, "three blocks of 160 threads per SM"
+
+
+def test_the_chunked_prefill_leaves_room_for_a_second_block_where_it_says_so() -> None:
+    shape = changed(head_dim=64)
+    assert shape.chunks is not None and shape.chunks.min_blocks == 2
+    found = resources(build.compile_kernel(shape, "prefill", "sm_90a"))
+    assert 2 * found.registers * shape.chunks.block_threads <= 65536
 
 
 def test_a_kernel_with_stack_is_seen() -> None:

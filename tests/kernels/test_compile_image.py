@@ -9,7 +9,7 @@ from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Mamba2Specialization, Role
+from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Kernel, Mamba2Specialization, Role
 
 CONV = CausalConv1dSpecialization(4096, 4, "float16")
 
@@ -66,6 +66,18 @@ def test_an_image_carries_the_pipelined_step_where_there_is_one(own_cache: None)
     found = entries[-1]
     assert (found.symbol, found.grid_x, found.block_x) == (shape.symbol, 8, shape.block_x)
     assert found.dynamic_shared_bytes == shape.dynamic_shared_bytes and shape.symbol.encode() in found.cubin
+
+
+def test_an_image_prefills_by_chunks_where_it_can(own_cache: None) -> None:
+    mamba2 = Mamba2Specialization(8, 80, 128, 2, 4, 0, "bfloat16", "float32", "bfloat16")
+    _, entries = unpack(kernel_image(mamba2, ["sm_80", "sm_90a"]))
+    found = [entry for entry in entries if entry.role == "prefill"]
+    kernels: tuple[Kernel, ...] = ("prefill", "chunked_prefill")
+    for entry, kernel in zip(found, kernels, strict=True):
+        shape = mamba2.launch_shape(kernel)
+        assert entry.symbol == shape.symbol == f"replay_mamba2_{kernel}" and entry.symbol.encode() in entry.cubin
+        assert (entry.grid_x, entry.block_x) == (shape.grid_x, shape.block_x)
+        assert entry.dynamic_shared_bytes == shape.dynamic_shared_bytes
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.5, 0.999])

@@ -73,7 +73,7 @@ def test_results_do_not_depend_on_the_order_of_threads(
 ) -> None:
     outputs = []
     for is_descending in (False, True):
-        use(monkeypatch, Emulator(role, is_descending))
+        use(monkeypatch, Emulator(role, is_descending=is_descending))
         driver = Mamba2Driver(case, num_slots=2, seed=8)
         window = driver.make_window([case.window, 1], case.window)
         driver.past, driver.checkpoint = [case.history + 3, 5], [3, 4]

@@ -56,7 +56,9 @@ def problems(kernels: Iterable[Kernel], *, stack_bytes: int = 0) -> list[str]:
     found = []
     for kernel in kernels:
         used = resources(build.compile_kernel(*kernel))
-        block = kernel.specialization.launch_shape(kernel.role).block_x
+        block = kernel.specialization.launch_shape(
+            kernel.specialization.kernel(kernel.role, kernel.architecture)
+        ).block_x
         if used.stack_bytes > stack_bytes or used.registers * block > 65536:
             found.append(f"{kernel.role} for {kernel.architecture}: {used}, {block} threads; {kernel.specialization}")
     return found

@@ -69,6 +69,38 @@ def test_other_shapes_have_no_pipelined_step(values: dict[str, object]) -> None:
         found.launch_shape("pipelined_step")
 
 
+def test_every_chunked_prefill_fits_in_its_architectures() -> None:
+    for head_dim, d_state, state, heads in itertools.product(
+        range(16, 129, 16), (64, 128, 256), ("float32", "float16", "bfloat16"), (8, 64, 72, 128)
+    ):
+        found = changed(head_dim=head_dim, d_state=d_state, state_dtype=state, n_heads=heads)
+        if found.chunks is None:
+            assert d_state == 256 and head_dim in (80, 112), "nothing else has more warps than a block can have"
+            continue
+        shape = found.launch_shape("chunked_prefill")
+        rows = head_dim // found.chunks.head_slices
+        assert shape.grid_x == heads * found.chunks.head_slices and rows % 16 == 0
+        assert shape.block_x == rows // 16 * found.chunks.column_splits * 32 <= 512
+        assert shape.dynamic_shared_bytes == found.chunks.shared_bytes <= 227 * 1024
+        assert found.kernel("prefill", "sm_90a") == "chunked_prefill" and found.kernel("step", "sm_90a") == "step"
+        fits_everywhere = shape.dynamic_shared_bytes <= 99 * 1024
+        # Cubins of 8.0 also run on 8.6 and 8.9, which have less shared memory than 8.0.
+        for architecture in ("sm_80", "sm_86", "sm_89", "sm_120"):
+            expected = "chunked_prefill" if fits_everywhere else "prefill"
+            assert found.kernel("prefill", architecture) == expected
+    assert changed(head_dim=64).kernel("prefill", "sm_120") == "chunked_prefill"
+
+
+@pytest.mark.parametrize(
+    "values", [{"d_state": 32}, {"head_dim": 72}, {"activation_dtype": "float16"}, {"activation_dtype": "float32"}]
+)
+def test_other_shapes_prefill_token_by_token(values: dict[str, object]) -> None:
+    found = changed(**values, dt_dtype="float32")
+    assert found.chunks is None and found.kernel("prefill", "sm_90a") == "prefill"
+    with pytest.raises(UnsupportedError, match="no chunked prefill"):
+        found.launch_shape("chunked_prefill")
+
+
 def test_a_persistent_grid_is_bounded_by_the_device_and_by_the_work() -> None:
     shape = NANO_9B.launch_shape("pipelined_step")
     assert [shape.grid(rows, 132) for rows in (1, 2, 65535)] == [(128, 1, 1), (132, 1, 1), (132, 1, 1)]

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
   wait_for_previous();
   let_next_start();
   extern __shared__ Vector16 shared_memory[];
-  const Row row(params, params.ring_rows);
+  const Row row(params, params.ring_rows, blockIdx.x);
   const Tensors tensors{params, row};
   const TilePosition position;
 

@@ -2,9 +2,12 @@
 #pragma once
 #include "common/copy.cuh"
 #include "common/protocol.h"
-#include "mamba2/tile.cuh"
+#include "mamba2/params.h"
 
 namespace replay {
+
+constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
+constexpr int HEADS_PER_GROUP = N_HEADS / N_GROUPS;
 
 struct Row {
   int index;       // row of the step
@@ -17,9 +20,9 @@ struct Row {
 
   // Lengths that break the protocol must not lead outside of shared memory, hence the clamps. All four loads are
   // unconditional, so that they are under way together.
-  __device__ Row(const Mamba2Params& params, int max_pending)
+  __device__ Row(const Mamba2Params& params, int max_pending, int head)
       : index(blockIdx.y),
-        head(blockIdx.x),
+        head(head),
         slot(params.slot_ids[index]),
         past(params.past_lengths[index]),
         checkpoint(params.checkpoint_lengths[index]),
@@ -48,10 +51,11 @@ struct Tensors {
     return static_cast<const ACTIVATION_TYPE*>(params.C) + row.index * params.C_stride_batch +
            token * params.C_stride_token + row.group() * params.C_stride_group;
   }
-  __device__ float raw_dt(int token) const {
-    return to_float(static_cast<const DT_TYPE*>(
-        params.dt)[row.index * params.dt_stride_batch + token * params.dt_stride_token + row.head]);
+  __device__ const DT_TYPE* raw_dt_address(int token) const {
+    return static_cast<const DT_TYPE*>(params.dt) + row.index * params.dt_stride_batch +
+           token * params.dt_stride_token + row.head;
   }
+  __device__ float raw_dt(int token) const { return to_float(*raw_dt_address(token)); }
   __device__ ACTIVATION_TYPE* y(int token) const {
     const int64_t line = (static_cast<int64_t>(row.index) * params.seq_len + token) * N_HEADS + row.head;
     return static_cast<ACTIVATION_TYPE*>(params.y) + line * HEAD_DIM;
@@ -87,11 +91,12 @@ struct Tensors {
   }
 };
 
-// Outputs beyond the row's tokens, and all outputs of a padding row, are zero.
-__device__ inline void zero_unused_outputs(const Tensors& tensors) {
+// Outputs beyond the row's tokens, and all outputs of a padding row, are zero: CHANNELS of them from first_channel on.
+template <int CHANNELS = HEAD_DIM>
+__device__ inline void zero_unused_outputs(const Tensors& tensors, int first_channel = 0) {
   const int first = tensors.row.num_tokens, count = tensors.params.seq_len - first;
-  for (int i = threadIdx.x; i < count * HEAD_DIM; i += BLOCK_THREADS) {
-    tensors.y(first + i / HEAD_DIM)[i % HEAD_DIM] = from_float<ACTIVATION_TYPE>(0.0f);
+  for (int i = threadIdx.x; i < count * CHANNELS; i += BLOCK_THREADS) {
+    tensors.y(first + i / CHANNELS)[first_channel + i % CHANNELS] = from_float<ACTIVATION_TYPE>(0.0f);
   }
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 #include "common/softplus.cuh"
 #include "mamba2/row.cuh"
+#include "mamba2/tile.cuh"
 
 namespace replay {
 

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
   let_next_start();
   extern __shared__ Vector16 shared_memory[];
   const StepShared shared(shared_memory);
-  const Row row(params, HISTORY);
+  const Row row(params, HISTORY, blockIdx.x);
   const Tensors tensors{params, row};
   const TilePosition position;
 

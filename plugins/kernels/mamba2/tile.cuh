@@ -6,12 +6,9 @@
 #pragma once
 #include "common/lanes.cuh"
 #include "common/types.cuh"
-#include "mamba2/params.h"
 
 namespace replay {
 
-constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
-constexpr int HEADS_PER_GROUP = N_HEADS / N_GROUPS;
 constexpr int NUM_WARPS = BLOCK_THREADS / WARP_SIZE;
 constexpr int STATE_VECTOR = elements_per_vector<STATE_TYPE>;
 constexpr int VECTORS_PER_LANE = D_STATE / (LANES_PER_ROW * STATE_VECTOR);

@@ -50,6 +50,16 @@ inline uint32_t element(const char* row, unsigned column) {
   return bits;
 }
 
+inline void load_matrices(uint32_t (&words)[4], uint32_t row_address) {
+  check_alignment(emulator::shared_base + row_address);
+  const emulator::Exchange exchange({row_address});
+  const unsigned g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+  for (unsigned i = 0; i < 4; ++i) {
+    const char* row = matrix_row(exchange, i, g);
+    words[i] = element(row, 2 * q + 1) << 16 | element(row, 2 * q);
+  }
+}
+
 inline void load_transposed(uint32_t (&words)[4], uint32_t row_address) {
   check_alignment(emulator::shared_base + row_address);
   const emulator::Exchange exchange({row_address});
@@ -58,6 +68,15 @@ inline void load_transposed(uint32_t (&words)[4], uint32_t row_address) {
     words[i] = element(matrix_row(exchange, i, 2 * q + 1), g) << 16 | element(matrix_row(exchange, i, 2 * q), g);
   }
 }
+
+inline uint32_t transpose(uint32_t word) {
+  const emulator::Exchange exchange({word});
+  const unsigned g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, shift = g % 2 * 16;
+  const uint32_t low = exchange.of(2 * q * 4 + g / 2)[0] >> shift, high = exchange.of((2 * q + 1) * 4 + g / 2)[0] >> shift;
+  return high << 16 | (low & 0xffffu);
+}
+
+inline float exp2_approximate(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 
 }  // namespace ptx
 }  // namespace replay

@@ -89,6 +89,15 @@ inline void copy_async(uint32_t shared_target, const void* source) {
 
 inline void copy_async_word(void* shared_target, const void* source) { start_copy(shared_target, source, 4); }
 
+inline void copy_async_or_zero(uint32_t shared_target, const void* source, bool is_present) {
+  if (is_present) {
+    start_copy(emulator::shared_pointer(shared_target, 16), source, 16);
+  } else {
+    emulator::current().copies.push_back({emulator::shared_pointer(shared_target, 16), nullptr, 16});
+    emulator::poison(emulator::current().copies.back());
+  }
+}
+
 inline void wait_for_copies() {
   for (const emulator::Copy& copy : emulator::current().copies) emulator::finish(copy);
   emulator::current().copies.clear();
