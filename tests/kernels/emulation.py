@@ -69,7 +69,7 @@ class Emulator:
     """One way to run the kernels.
 
     Attributes:
-        kernel: which one; None chooses by the window as ``launch`` does. "pipelined_step" runs the windows that it is for.
+        kernel: which one; None chooses by the window as ``launch`` does. "pipelined_step" runs the windows it is for.
         prefill: what then runs the longer ones.
         is_descending: reverse the order in which threads run between barriers.
         source_dir: the sources, ours or an altered copy.
