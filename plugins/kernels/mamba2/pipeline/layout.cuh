@@ -176,4 +176,14 @@ struct Turn {
   }
 };
 
+// The same in one register, where they are few.
+template <int PERIOD>
+struct PackedTurn {
+  int place = 0;  // in two rounds
+
+  __device__ int index() const { return place < PERIOD ? place : place - PERIOD; }
+  __device__ uint32_t parity() const { return place < PERIOD ? 0 : 1; }
+  __device__ void advance() { place = place + 1 < 2 * PERIOD ? place + 1 : 0; }
+};
+
 }  // namespace replay

@@ -190,15 +190,15 @@ __device__ inline void fold_tiles(const ChunkTensors& tensors, const PipelineSha
 
 __device__ inline void consume(const Mamba2Params& params, const PipelineShared& shared, int warp) {
   ConsumerTurn turn{warp, Turn<NUM_STAGES>(warp)};
-  Turn<CHUNK_BUFFERS> chunk_turn;
+  PackedTurn<CHUNK_BUFFERS> chunk_turn;
 #pragma unroll 1
-  for (;; chunk_turn.advance(1)) {
-    const ChunkBuffer buffer = shared.buffer(chunk_turn.index);
+  for (;; chunk_turn.advance()) {
+    const ChunkBuffer buffer = shared.buffer(chunk_turn.index());
     // Both: what the copies brought is known to be there only to those who waited for the copies.
-    ptx::barrier_wait(shared.is_chunk_full(chunk_turn.index), chunk_turn.parity);
+    ptx::barrier_wait(shared.is_chunk_full(chunk_turn.index()), chunk_turn.parity());
     const Chunk& chunk = buffer.chunk();  // where it stands: registers are few
     if (chunk.num_heads == 0) return;
-    ptx::barrier_wait(shared.is_chunk_weighed(chunk_turn.index), chunk_turn.parity);
+    ptx::barrier_wait(shared.is_chunk_weighed(chunk_turn.index()), chunk_turn.parity());
     const ChunkTensors tensors{params, chunk};
     if (chunk.lengths.is_active() && chunk.lengths.is_flush()) {
       fold_tiles(tensors, shared, buffer, turn);
@@ -207,7 +207,7 @@ __device__ inline void consume(const Mamba2Params& params, const PipelineShared&
     }
     turn.tile -= chunk.num_tiles();
     __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(chunk_turn.index));
+    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(chunk_turn.index()));
   }
 }
 
