@@ -61,28 +61,27 @@ struct StagedC {
 
 // B of the pending rows: operand B of the product of weighted x and B. Rows that are not pending are zero.
 struct PendingB {
-  uint32_t words[VECTORS][BLOCKS_PER_VECTOR][2];
+  ChunkBuffer buffer;
+  int pending;
 
   struct alignas(4 * BLOCKS_PER_VECTOR) Pairs {
     uint32_t words[BLOCKS_PER_VECTOR];
   };
 
-  __device__ void load(ChunkBuffer buffer, int pending) {
+  // The blocks of vector m, from shared memory: kept in registers they would leave too few for the rest.
+  __device__ void load(int m, uint32_t (&blocks)[BLOCKS_PER_VECTOR][2]) const {
     const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
     const uint32_t half = g % 2 == 0 ? 0x5410u : 0x7632u;  // the low, or the high, halves of two words
+    const int offset = (m * 4 + g / 2) * STATE_VECTOR * 2;
 #pragma unroll
-    for (int m = 0; m < VECTORS; ++m) {
-      const int offset = (m * 4 + g / 2) * STATE_VECTOR * 2;
+    for (int k = 0; k < 2; ++k) {
+      const int row = 2 * q + 8 * k;
+      Pairs first{}, second{};
+      if (row < pending) first = *reinterpret_cast<const Pairs*>(buffer.B(row) + offset);
+      if (row + 1 < pending) second = *reinterpret_cast<const Pairs*>(buffer.B(row + 1) + offset);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int row = 2 * q + 8 * k;
-        Pairs first{}, second{};
-        if (row < pending) first = *reinterpret_cast<const Pairs*>(buffer.B(row) + offset);
-        if (row + 1 < pending) second = *reinterpret_cast<const Pairs*>(buffer.B(row + 1) + offset);
-#pragma unroll
-        for (int i = 0; i < BLOCKS_PER_VECTOR; ++i) {
-          words[m][i][k] = __byte_perm(first.words[i], second.words[i], half);
-        }
+      for (int i = 0; i < BLOCKS_PER_VECTOR; ++i) {
+        blocks[i][k] = __byte_perm(first.words[i], second.words[i], half);
       }
     }
   }

@@ -87,7 +87,9 @@ __device__ inline void fold_and_multiply_tile(const TileRows& rows, bool has_sta
       upper = rows.upper(m);
       lower = rows.lower(m);
     }
-    fold_vector(x, B.words[m], decay, upper, lower);
+    uint32_t blocks[BLOCKS_PER_VECTOR][2];
+    B.load(m, blocks);
+    fold_vector(x, blocks, decay, upper, lower);
     rows.store(m, upper, lower);
     __syncwarp();  // for the compiler: it would load all vectors at once, for which registers are too few
     multiply_vector(upper, lower, C.pairs(m), sums);
@@ -164,13 +166,12 @@ __device__ inline void consume_tiles(const ChunkTensors& tensors, const Pipeline
   }
 }
 
-// The same in a flush. Two functions, so that the registers of B are taken here alone.
+// The same in a flush. Two functions, for what the other keeps in registers this one has no room for.
 __device__ inline void fold_tiles(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
                                   ConsumerTurn& turn) {
   const RowLengths& lengths = tensors.chunk.lengths;
   const StagedC C{buffer, lengths.num_tokens};
-  PendingB B;
-  B.load(buffer, lengths.pending);
+  const PendingB B{buffer, lengths.pending};
 #pragma unroll 1
   for (; turn.tile < tensors.chunk.num_tiles(); turn.next()) {
     const int channel = turn.tile * TILE_ROWS, head = turn.tile / TILES_PER_HEAD;
