@@ -146,12 +146,11 @@ __device__ inline void append_rows(const ChunkTensors& tensors, ChunkBuffer buff
 __device__ inline void weigh(const Mamba2Params& params, const PipelineShared& shared, int weigher) {
   const bool is_first_lane = threadIdx.x % WARP_SIZE == 0;
   const int warp = weigher % TEAM_WARPS, half = threadIdx.x % WARP_SIZE / HALF_WARP;
-  Turn<CHUNK_BUFFERS> turn;
-  turn.advance(weigher / TEAM_WARPS);
+  Turn<CHUNK_BUFFERS> turn(weigher / TEAM_WARPS);
 #pragma unroll 1
   for (;; turn.advance(COEFFICIENT_TEAMS)) {
-    const ChunkBuffer buffer = shared.buffer(turn.index);
-    ptx::barrier_wait(shared.is_chunk_full(turn.index), turn.parity);
+    const ChunkBuffer buffer = shared.buffer(turn.index());
+    ptx::barrier_wait(shared.is_chunk_full(turn.index()), turn.parity());
     const Chunk chunk = buffer.chunk();
     if (chunk.num_heads == 0) return;
     if (chunk.lengths.is_active()) {
@@ -164,10 +163,10 @@ __device__ inline void weigh(const Mamba2Params& params, const PipelineShared& s
       }
     }
     __syncwarp();
-    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_weighed(turn.index));
+    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_weighed(turn.index()));
     if (chunk.lengths.is_active()) append_rows({params, chunk}, buffer, warp);
     __syncwarp();
-    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_free(turn.index));
+    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_free(turn.index()));
   }
 }
 

@@ -159,31 +159,22 @@ struct PipelineShared {
 
 static_assert(PipelineShared::BYTES == DYNAMIC_SHARED_BYTES, "specialize.py counts shared memory differently");
 
-// A place in a ring of PERIOD stages or buffers, and the parity of the phase that its barriers are in.
+// A place in a ring of PERIOD stages or buffers, and the parity of the phase that its barriers are in; in one register.
 template <int PERIOD>
 struct Turn {
-  int index;
-  uint32_t parity = 0;
+  int place;  // in two rounds
 
-  __device__ explicit Turn(int first = 0) : index(first) {}
-  // By at most PERIOD.
-  __device__ void advance(int steps) {
-    index += steps;
-    if (index >= PERIOD) {
-      index -= PERIOD;
-      parity ^= 1;
-    }
-  }
-};
-
-// The same in one register, where they are few.
-template <int PERIOD>
-struct PackedTurn {
-  int place = 0;  // in two rounds
+  __device__ explicit Turn(int first = 0) : place(first) {}
+  // For who waits until a place is free, as all places are at first: the phase before.
+  __device__ static Turn of_phase_before() { return Turn(PERIOD); }
 
   __device__ int index() const { return place < PERIOD ? place : place - PERIOD; }
   __device__ uint32_t parity() const { return place < PERIOD ? 0 : 1; }
-  __device__ void advance() { place = place + 1 < 2 * PERIOD ? place + 1 : 0; }
+  // By at most PERIOD.
+  __device__ void advance(int steps) {
+    place += steps;
+    if (place >= 2 * PERIOD) place -= 2 * PERIOD;
+  }
 };
 
 }  // namespace replay

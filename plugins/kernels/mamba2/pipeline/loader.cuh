@@ -119,19 +119,18 @@ __device__ inline void load_chunks(const Mamba2Params& params, const Share& shar
   const bool is_first_lane = threadIdx.x % WARP_SIZE == 0;
   ChunkWalk<Reading::FINAL> walk(params, share);
   int prefetched_row = share.row;
-  Turn<CHUNK_BUFFERS> turn;
-  turn.parity = 1;  // of the phase before: nobody has used the buffers yet
+  auto turn = Turn<CHUNK_BUFFERS>::of_phase_before();
   // Each team of coefficient warps must see an end.
 #pragma unroll 1
   for (int num_ends = 0; num_ends < COEFFICIENT_TEAMS; turn.advance(1)) {
     const Chunk chunk = walk.next();
-    const ChunkBuffer buffer = shared.buffer(turn.index);
+    const ChunkBuffer buffer = shared.buffer(turn.index());
     if (chunk.num_heads > 0 && chunk.row != prefetched_row) {
       prefetch_rows(params, {chunk.lengths, chunk.row, chunk.first_head, walk.last_head_of_row() - chunk.first_head},
                     loader);
       prefetched_row = chunk.row;
     }
-    ptx::barrier_wait(shared.is_chunk_free(turn.index), turn.parity);
+    ptx::barrier_wait(shared.is_chunk_free(turn.index()), turn.parity());
     if (loader == 0 && is_first_lane) buffer.chunk() = chunk;
     if (chunk.num_heads == 0) {
       ++num_ends;
@@ -141,9 +140,9 @@ __device__ inline void load_chunks(const Mamba2Params& params, const Share& shar
       if (loader == 1) load_x_rows(tensors, buffer);
       if (loader == 2) load_times(tensors, buffer);
     }
-    ptx::barrier_arrive_after_copies(shared.is_chunk_full(turn.index));
+    ptx::barrier_arrive_after_copies(shared.is_chunk_full(turn.index()));
     __syncwarp();
-    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_full(turn.index));
+    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_full(turn.index()));
   }
 }
 

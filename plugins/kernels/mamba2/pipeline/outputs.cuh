@@ -74,7 +74,11 @@ __device__ inline void multiply_seen_rows(ChunkBuffer buffer, int first, int liv
 // sums = S C, of the checkpoint as it stands.
 __device__ inline void multiply_tile(const TileRows& rows, const WindowC& C, float (&sums)[2][4]) {
 #pragma unroll
-  for (int m = 0; m < VECTORS; ++m) multiply_vector(rows.upper(m), rows.lower(m), C.pairs(m), sums);
+  for (int m = 0; m < VECTORS; ++m) {
+    multiply_vector(rows.upper(m), rows.lower(m), C.pairs(m), sums);
+    // For the compiler: with more than four vectors at once other things would leave the registers.
+    if (m % 4 == 3) __syncwarp();
+  }
 }
 
 // The same of the checkpoint that the fold makes, which is written to memory on the way.
@@ -134,12 +138,12 @@ struct ConsumerTurn {
   Turn<NUM_STAGES> stage;
 
   __device__ void wait(const PipelineShared& shared) const {
-    ptx::barrier_wait(shared.is_stage_full(stage.index), stage.parity);
+    ptx::barrier_wait(shared.is_stage_full(stage.index()), stage.parity());
   }
   // All lanes are through with the stage.
   __device__ void release(const PipelineShared& shared) const {
     __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_stage_free(stage.index));
+    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_stage_free(stage.index()));
   }
   __device__ void next() {
     tile += NUM_CONSUMERS;
@@ -160,7 +164,7 @@ __device__ inline void consume_tiles(const ChunkTensors& tensors, const Pipeline
     float rows[4] = {}, state[2][4] = {};
     if (lengths.is_active()) multiply_seen_rows(buffer, 0, lengths.pending, lengths.num_tokens, weights, channel, rows);
     turn.wait(shared);
-    if (is_state_read) multiply_tile(TileRows(tensors, shared, turn.tile, turn.stage.index), C, state);
+    if (is_state_read) multiply_tile(TileRows(tensors, shared, turn.tile, turn.stage.index()), C, state);
     turn.release(shared);
     output.store(channel, state, rows, weights.decays);
   }
@@ -180,7 +184,7 @@ __device__ inline void fold_tiles(const ChunkTensors& tensors, const PipelineSha
     load_x(buffer, 0, lengths.pending, channel, x);
     float rows[4] = {}, state[2][4] = {};
     turn.wait(shared);
-    fold_and_multiply_tile(TileRows(tensors, shared, turn.tile, turn.stage.index), lengths.has_state(),
+    fold_and_multiply_tile(TileRows(tensors, shared, turn.tile, turn.stage.index()), lengths.has_state(),
                            WeightedX(x, fold_weights), B, fold_weights[MMA_TOKENS], C, state);
     turn.release(shared);
     const HeadWeights weights(buffer, head);
@@ -191,9 +195,9 @@ __device__ inline void fold_tiles(const ChunkTensors& tensors, const PipelineSha
 
 __device__ inline void consume(const Mamba2Params& params, const PipelineShared& shared, int warp) {
   ConsumerTurn turn{warp, Turn<NUM_STAGES>(warp)};
-  PackedTurn<CHUNK_BUFFERS> chunk_turn;
+  Turn<CHUNK_BUFFERS> chunk_turn;
 #pragma unroll 1
-  for (;; chunk_turn.advance()) {
+  for (;; chunk_turn.advance(1)) {
     const ChunkBuffer buffer = shared.buffer(chunk_turn.index());
     // Both: what the copies brought is known to be there only to those who waited for the copies.
     ptx::barrier_wait(shared.is_chunk_full(chunk_turn.index()), chunk_turn.parity());

@@ -25,18 +25,17 @@ __device__ inline void prefetch_tiles(const Mamba2Params& params, ChunkWalk<Read
 __device__ inline void produce(const Mamba2Params& params, const Share& share, const PipelineShared& shared) {
   const uint64_t policy = ptx::streaming_policy();
   ChunkWalk<Reading::FINAL> walk(params, share);
-  Turn<NUM_STAGES> stage;
-  stage.parity = 1;  // of the phase before: nobody has used the stages yet
+  auto stage = Turn<NUM_STAGES>::of_phase_before();
   for (Chunk chunk = walk.next(); chunk.num_heads > 0; chunk = walk.next()) {
     const unsigned char* state = reinterpret_cast<const unsigned char*>(ChunkTensors{params, chunk}.state());
     const int num_bytes = chunk.lengths.is_state_read() ? TILE_BYTES : 0;
 #pragma unroll 1
     for (int tile = chunk.num_tiles(); tile > 0; --tile) {
-      const uint32_t is_full = shared.is_stage_full(stage.index);
-      ptx::barrier_wait(shared.is_stage_free(stage.index), stage.parity);
+      const uint32_t is_full = shared.is_stage_full(stage.index());
+      ptx::barrier_wait(shared.is_stage_free(stage.index()), stage.parity());
       ptx::barrier_expect(is_full, num_bytes);
       if (num_bytes > 0) {
-        ptx::copy_bulk(shared.address + stage.index * TILE_BYTES, state, TILE_BYTES, is_full, policy);
+        ptx::copy_bulk(shared.address + stage.index() * TILE_BYTES, state, TILE_BYTES, is_full, policy);
       }
       state += TILE_BYTES;
       stage.advance(1);
