@@ -30,7 +30,7 @@ char module_handle;
 char function_handle;
 
 // The entry of a kernel compiled for the CPU: params, grid_x, grid_y, whether threads run in descending order.
-using Emulate = void (*)(const void*, int, int, int);
+using Emulate = const char* (*)(const void*, int, int, int);
 
 // Note a call; returns the result that it is to have.
 int note(const char* call, const std::string& details) {
@@ -123,8 +123,10 @@ DRIVER_EXPORT int cuLaunchKernelEx(const Config* config, void* function, void** 
   if (function == nullptr || extra != nullptr) return kInvalidValue;
   const unsigned int *grid = config->grid, *block = config->block;
   if (function != &function_handle) {
-    reinterpret_cast<Emulate>(function)(parameters[0], static_cast<int>(grid[0]), static_cast<int>(grid[1]), 0);
-    return kSuccess;
+    const char* failure = reinterpret_cast<Emulate>(function)(parameters[0], static_cast<int>(grid[0]),
+                                                               static_cast<int>(grid[1]), 0);
+    if (failure != nullptr) std::fprintf(stderr, "%s\n", failure);
+    return failure == nullptr ? kSuccess : kInvalidValue;
   }
   std::string attributes;
   for (unsigned int i = 0; i < config->num_attributes; ++i) {

@@ -64,6 +64,13 @@ def emulated(specialization: Specialization, kernel: Kernel, source_dir: Path = 
         return compile_emulated(Path(folder) / "kernel.so", specialization, kernel, source_dir)
 
 
+class EmulationError(Exception):
+    """A kernel did what a GPU forbids, or what does not end there; the message says what, and where.
+
+    The input tensors may be left as they were before the kernel before has ended.
+    """
+
+
 @dataclass(frozen=True)
 class Emulator:
     """One way to run the kernels.
@@ -122,8 +129,11 @@ class Emulator:
         shape = specialization.launch_shape(kernel)
         grid_x, grid_y, _ = shape.grid(y.shape[0], self.num_multiprocessors)
         stale = declare_memory(library, [tensor for tensor in inputs if tensor is not None])
-        library.emulate(ctypes.byref(params), grid_x, grid_y, int(self.is_descending))
-        assert stale is not None, "lives as long as the launch"
+        library.emulate.restype = ctypes.c_char_p
+        failure = library.emulate(ctypes.byref(params), grid_x, grid_y, int(self.is_descending))
+        del stale  # needed as long as the launch
+        if failure is not None:
+            raise EmulationError(failure.decode())
 
 
 def declare_memory(library: ctypes.CDLL, tensors: list[Tensor]) -> list[bytes]:

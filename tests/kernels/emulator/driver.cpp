@@ -18,8 +18,9 @@ EXPORTED void declare(void* begin, size_t bytes, const void* stale) {
   emulator::regions.push_back({static_cast<char*>(begin), bytes, static_cast<const char*>(stale), {}});
 }
 
-// Shared memory is full of NaN before each block: what a block has not written it must not use.
-EXPORTED void emulate(const KERNEL_PARAMS* params, int grid_x, int grid_y, int is_descending) {
+// Launch, and return null or what the kernel did wrong. Shared memory is full of NaN before each block: what a block has
+// not written it must not use.
+EXPORTED const char* emulate(const KERNEL_PARAMS* params, int grid_x, int grid_y, int is_descending) {
   std::memset(shared_memory, 0xff, sizeof(shared_memory));
   emulator::shared_base = reinterpret_cast<char*>(shared_memory);
   emulator::shared_bytes = DYNAMIC_SHARED_BYTES;
@@ -28,8 +29,13 @@ EXPORTED void emulate(const KERNEL_PARAMS* params, int grid_x, int grid_y, int i
   emulator::on_idle = emulator::deliver_any;
   emulator::on_grid_ended = emulator::end_grid_before;
   emulator::on_end = emulator::end_block;
+  if (_setjmp(emulator::after_failure) != 0) {
+    emulator::regions.clear();
+    return emulator::failure.c_str();
+  }
   emulator::launch(grid_x, grid_y, is_descending != 0, [params] { KERNEL_SYMBOL(*params); });
-  emulator::regions.clear();
   const unsigned char* end = reinterpret_cast<unsigned char*>(shared_memory) + DYNAMIC_SHARED_BYTES;
   if (end[0] != 0xff || end[15] != 0xff) emulator::fail("written beyond the dynamic shared memory");
+  emulator::regions.clear();
+  return nullptr;
 }

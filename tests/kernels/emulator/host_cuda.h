@@ -14,6 +14,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #define __device__
@@ -53,9 +54,13 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t order) {
 
 namespace emulator {
 
-[[noreturn]] inline void fail(const char* message) {
-  std::fprintf(stderr, "block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, message);
-  std::abort();
+static jmp_buf after_failure;
+static std::string failure;
+
+// Give up the launch, from wherever it is. What coroutines hold is lost.
+[[noreturn]] inline void fail(const std::string& message) {
+  failure = "block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(threadIdx.x) + ": " + message;
+  _longjmp(after_failure, 1);
 }
 
 struct Copy {
@@ -162,19 +167,19 @@ inline bool can_run(const Thread& thread) {
 }
 
 [[noreturn]] inline void report_deadlock() {
-  std::fprintf(stderr, "deadlock: some threads of block %u wait for what never comes\n", blockIdx.x);
-  for (int i = 0; i < BLOCK_THREADS; ++i) {
+  std::string waiting;
+  for (int i = 0; i < BLOCK_THREADS; i += 32) {
     const Thread& thread = threads[i];
-    if (thread.is_done || i % 32 > 1) continue;
-    const char* what = thread.is_waiting_for_block   ? "the block"
-                       : thread.is_waiting_for_warp  ? "the warp"
-                       : thread.is_waiting_for_grid  ? "the kernel before"
-                                                     : "a barrier's phase";
-    std::fprintf(stderr, "  thread %d: %s", i, what);
-    if (thread.is_ready != nullptr) std::fprintf(stderr, " (address %u, parity %u)", thread.awaited[0], thread.awaited[1]);
-    std::fprintf(stderr, "\n");
+    if (thread.is_done) continue;
+    waiting += "; thread " + std::to_string(i) + " for ";
+    if (thread.is_waiting_for_block) waiting += "the block";
+    if (thread.is_waiting_for_warp) waiting += "its warp";
+    if (thread.is_waiting_for_grid) waiting += "the kernel before";
+    if (thread.is_ready != nullptr) {
+      waiting += "parity " + std::to_string(thread.awaited[1]) + " at " + std::to_string(thread.awaited[0]);
+    }
   }
-  std::abort();
+  fail("deadlock, threads wait for what never comes" + waiting);
 }
 
 inline void run_block(bool is_descending) {

@@ -44,8 +44,7 @@ inline void make_opaque(uint16_t&) {}
 
 inline void check_alignment(const void* pointer, int bytes = 16) {
   if (reinterpret_cast<uintptr_t>(pointer) % bytes != 0) {
-    std::fprintf(stderr, "an access of %d bytes: ", bytes);
-    emulator::fail("misaligned");
+    emulator::fail("a misaligned access of " + std::to_string(bytes) + " bytes");
   }
 }
 
