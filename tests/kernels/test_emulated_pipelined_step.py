@@ -83,7 +83,7 @@ def test_a_single_row_is_shared_out_without_its_lengths(
 ) -> None:
     driver = at_many_places(MAIN, num_slots=1, seed=4)
     use(monkeypatch, num_multiprocessors)
-    for _ in range(4):
+    for _ in range(5):
         driver.run([Row(0, 4, 4)], 4)
     driver.assert_within_bounds()
     assert driver.flushes >= 1
@@ -97,7 +97,7 @@ def test_many_rows_are_guessed_and_shared_out(
     driver = at_many_places(FEW_HEADS, num_slots=num_rows, seed=6)
     use(monkeypatch, num_multiprocessors, is_descending=num_rows == 40)
     run_steps(driver, 2 if num_rows > 512 else 5, num_rows // 8)
-    assert driver.flushes >= 20
+    assert driver.flushes >= 10
 
 
 @pytest.mark.parametrize("is_spread", [False, True], ids=["one_live", "all_idle"])
@@ -138,7 +138,11 @@ def test_lengths_that_break_the_protocol_stay_within_the_pools(num_rows: int, mo
     driver = Mamba2Driver(FEW_HEADS, num_slots=3, seed=1)
     guard = {name: bits(pool[2]) for name, pool in driver.pools.items()}
     most, least = np.iinfo(np.int32).max, np.iinfo(np.int32).min
-    for past, checkpoint in (([100, 3, 0], [0, 9, 0]), ([most, least, 0], [least, most, 0]), ([5, most, 0], [-5, 0, 0])):
+    for past, checkpoint in (
+        ([100, 3, 0], [0, 9, 0]),
+        ([most, least, 0], [least, most, 0]),
+        ([5, most, 0], [-5, 0, 0]),
+    ):
         driver.past, driver.checkpoint = past, checkpoint
         driver.call([Row(0, 99, 0), Row(1, -5, 0)] * (num_rows // 2), driver.make_window([2, 2] * (num_rows // 2), 2))
     for name, pool in driver.pools.items():
@@ -154,22 +158,24 @@ class Fault(NamedTuple):
     found: str = ""
 
 
+WAIT = "  wait_for_previous();\n"
+SHARE = "  const Share share = find_share<Reading::FINAL>(params, shared);\n"
 FAULTS = {
     "a tile is not waited for": Fault("pipeline/outputs.cuh", "    turn.wait(shared);\n    if", "    if", "arrivals"),
     "weights are not waited for": Fault(
-        "pipeline/outputs.cuh", "ptx::barrier_wait(shared.is_chunk_weighed(chunk_turn.index()), chunk_turn.parity());", ""
+        "pipeline/outputs.cuh",
+        "ptx::barrier_wait(shared.is_chunk_weighed(chunk_turn.index()), chunk_turn.parity());",
+        "",
     ),
     "token rows come unannounced": Fault("pipeline/loader.cuh", "barrier_arrive_after_copies(", "barrier_arrive("),
     "the first phase is waited for": Fault("pipeline/producer.cuh", "stage.parity = 1;", "", "deadlock"),
-    "a buffer is free too early": Fault("pipeline/layout.cuh", "NUM_CONSUMERS + TEAM_WARPS);", "NUM_CONSUMERS);", "phase"),
+    "a buffer is free too early": Fault(
+        "pipeline/layout.cuh", "NUM_CONSUMERS + TEAM_WARPS);", "NUM_CONSUMERS);", "phase"
+    ),
     "a guess leads anywhere": Fault(
         "pipeline/work.cuh", "    if (slot >= params.num_slots) slot = -1;\n", "", "outside of every tensor"
     ),
-    "lengths are read too early": Fault(
-        "pipelined_step.cu",
-        "  wait_for_previous();\n  __syncthreads();\n  const Share share = find_share<Reading::FINAL>(params, shared);\n",
-        "  __syncthreads();\n  const Share share = find_share<Reading::FINAL>(params, shared);\n  wait_for_previous();\n",
-    ),
+    "lengths are read too early": Fault("pipelined_step.cu", f"{WAIT}  __syncthreads();\n{SHARE}", SHARE + WAIT),
 }
 
 
