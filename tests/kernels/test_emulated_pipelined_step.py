@@ -168,9 +168,14 @@ FAULTS = {
         "",
     ),
     "token rows come unannounced": Fault("pipeline/loader.cuh", "barrier_arrive_after_copies(", "barrier_arrive("),
-    "the first phase is waited for": Fault("pipeline/producer.cuh", "stage.parity = 1;", "", "deadlock"),
+    "the first phase is waited for": Fault(
+        "pipeline/producer.cuh",
+        "auto stage = Turn<NUM_STAGES>::of_phase_before()",
+        "Turn<NUM_STAGES> stage",
+        "deadlock",
+    ),
     "a buffer is free too early": Fault(
-        "pipeline/layout.cuh", "NUM_CONSUMERS + TEAM_WARPS);", "NUM_CONSUMERS);", "phase"
+        "pipeline/layout.cuh", "NUM_CONSUMERS + TEAM_WARPS);", "NUM_CONSUMERS);", "phase|deadlock"
     ),
     "a guess leads anywhere": Fault(
         "pipeline/work.cuh", "    if (slot >= params.num_slots) slot = -1;\n", "", "outside of every tensor"

@@ -18,8 +18,8 @@ EXPORTED void declare(void* begin, size_t bytes, const void* stale) {
   emulator::regions.push_back({static_cast<char*>(begin), bytes, static_cast<const char*>(stale), {}});
 }
 
-// Launch, and return null or what the kernel did wrong. Shared memory is full of NaN before each block: what a block has
-// not written it must not use.
+// Launch, and return null or what the kernel did wrong. Shared memory is full of NaN before each block: what a block
+// has not written it must not use.
 EXPORTED const char* emulate(const KERNEL_PARAMS* params, int grid_x, int grid_y, int is_descending) {
   std::memset(shared_memory, 0xff, sizeof(shared_memory));
   emulator::shared_base = reinterpret_cast<char*>(shared_memory);

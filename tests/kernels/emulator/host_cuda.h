@@ -94,8 +94,8 @@ static char* shared_base;  // of dynamic shared memory
 static ucontext_t scheduler_context;
 static jmp_buf scheduler;
 static std::function<void()> kernel;
-// What goes on beside the threads: at the start of a block, when no thread can go on (is there any news then?), when the
-// kernel before this one has ended, and when the block has.
+// What goes on beside the threads: at the start of a block, when no thread can go on (is there any news then?), when
+// the kernel before this one has ended, and when the block has.
 static void (*on_start)() = [] {};
 static bool (*on_idle)() = [] { return false; };
 static void (*on_grid_ended)() = [] {};

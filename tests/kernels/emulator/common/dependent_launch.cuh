@@ -1,5 +1,5 @@
-// plugins/kernels/common/dependent_launch.cuh for the emulator: until all threads of a block wait for the kernel before,
-// memory holds what the test says was there.
+// plugins/kernels/common/dependent_launch.cuh for the emulator: until all threads of a block wait for the kernel
+// before, memory holds what the test says was there.
 #pragma once
 #include "host_cuda.h"
 
@@ -12,7 +12,7 @@ inline void wait_for_previous() {
 }
 
 inline void let_next_start() {
-  if (!emulator::current().has_waited_for_grid) emulator::fail("the next kernel let go before the one before has ended");
+  if (!emulator::current().has_waited_for_grid) emulator::fail("the next kernel was let go too early");
 }
 
 }  // namespace replay
