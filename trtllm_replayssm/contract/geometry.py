@@ -59,6 +59,31 @@ class Mamba2Geometry(Frozen):
         return self.d_inner + self.conv_dim + self.n_heads
 
 
+class GatedDeltaNetGeometry(Frozen):
+    """A Gated DeltaNet mixer: value head h uses key head h // (n_value_heads / n_key_heads); convolution over q|k|v."""
+
+    n_key_heads: int
+    n_value_heads: int
+    key_dim: int
+    value_dim: int
+    d_conv: int
+
+    @property
+    def d_key(self) -> int:
+        """Width of q, and of k."""
+        return self.n_key_heads * self.key_dim
+
+    @property
+    def d_value(self) -> int:
+        """Width of v, o and the gate z."""
+        return self.n_value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the causal convolution: q, k and v side by side."""
+        return 2 * self.d_key + self.d_value
+
+
 class AttentionGeometry(Frozen):
     """Grouped-query attention without positional encoding."""
 

@@ -6,6 +6,7 @@ from trtllm_replayssm.contract.geometry import (
     DTYPE_BYTES,
     EngineLimits,
     Frozen,
+    GatedDeltaNetGeometry,
     LayerType,
     Mamba2Geometry,
     ModelGeometry,
@@ -64,6 +65,16 @@ def mamba2_ring_row_bytes(m: Mamba2Geometry, activation_dtype: str) -> int:
     """Return the bytes of one token's x, B and dt ring rows in one layer."""
     activations = m.d_inner + m.n_groups * m.d_state
     return activations * DTYPE_BYTES[activation_dtype] + m.n_heads * DTYPE_BYTES["float32"]
+
+
+def gated_delta_net_checkpoint_bytes(m: GatedDeltaNetGeometry, state_dtype: str) -> int:
+    """Return the bytes of one slot's recurrent state in one layer: what a flush writes there."""
+    return m.n_value_heads * m.key_dim * m.value_dim * DTYPE_BYTES[state_dtype]
+
+
+def gated_delta_net_ring_row_bytes(m: GatedDeltaNetGeometry, activation_dtype: str) -> int:
+    """Return the bytes of one token's k, u and g ring rows in one layer; u and g are fp32 in every model."""
+    return m.d_key * DTYPE_BYTES[activation_dtype] + (m.d_value + m.n_value_heads) * DTYPE_BYTES["float32"]
 
 
 def checkpoint_bytes(geometry: ModelGeometry, state_dtype: str) -> int:

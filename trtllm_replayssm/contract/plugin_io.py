@@ -66,4 +66,32 @@ MAMBA2 = PluginIO(
 B_ring [slots,R,G,N]; dt_ring [slots,R,H] fp32; lengths and ids int32 [B]. x, dt, B, C, y and the x and B rings have the
 activation type."""
 
+GATED_DELTA_NET = PluginIO(
+    op_type="ReplayGatedDeltaNet",
+    inputs=(
+        "q",
+        "k",
+        "v",
+        "a",
+        "b",
+        "A_log",
+        "dt_bias",
+        "ssm_state",
+        "k_ring",
+        "u_ring",
+        "g_ring",
+        "past_lengths",
+        "checkpoint_lengths",
+        "num_tokens",
+        "slot_ids",
+    ),
+    outputs=("o", "ssm_state", "k_ring", "u_ring", "g_ring"),
+    aliases={1: 7, 2: 8, 3: 9, 4: 10},
+    int_fields=("history", "max_draft_len"),
+)
+"""q, k [B,S,Hk,K]; v, o [B,S,Hv,V]; a, b [B,S,Hv]; A_log, dt_bias [Hv] fp32; ssm_state [slots,Hv,K,V]; k_ring
+[slots,R,Hk,K]; u_ring [slots,R,Hv,V] fp32; g_ring [slots,R,Hv] fp32; lengths and ids int32 [B]. q, k, v, o and the k
+ring have the activation type."""
+
 PLUGINS = (CAUSAL_CONV1D, MAMBA2)
+"""Those that the plugin library has a creator for."""

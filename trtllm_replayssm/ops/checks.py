@@ -165,6 +165,22 @@ def check_at_least(op: str, what: str, found: int, needed: int, rule: str) -> No
         raise OpArgumentError(f"{op}: {what}: found {found}; needed at least {needed} ({rule}).")
 
 
+def check_ring(op: str, rings: str, ring_rows: int, *, history: int, max_draft_len: int) -> None:
+    """Refuse a history that cannot hold one window, and rings that cannot hold the history and one window.
+
+    Raises:
+        OpArgumentError: as ``check_window``, or ring_rows < history + 1 + max_draft_len.
+    """
+    check_window(op, history=history, max_draft_len=max_draft_len)
+    check_at_least(
+        op,
+        f"rows R of {rings}",
+        ring_rows,
+        protocol.min_ring_rows(history, max_draft_len),
+        f"history + 1 + max_draft_len, with history={history} and max_draft_len={max_draft_len}",
+    )
+
+
 def check_equal(op: str, what: str, found: int, needed: int, rule: str) -> None:
     """Refuse a size that is not the one that works.
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.ops import checks
 from trtllm_replayssm.ops.reference import mamba2 as reference
+from trtllm_replayssm.ops.reference.slots import Cursors
 
 _OP = "ops.mamba2"
 
@@ -130,14 +130,7 @@ def mamba2(
 
 def _check_sizes(size: dict[str, int], history: int, max_draft_len: int) -> None:
     checks.check_multiple(_OP, "x's heads H", size["H"], size["G"], "the groups G of B and C")
-    checks.check_window(_OP, history=history, max_draft_len=max_draft_len)
-    checks.check_at_least(
-        _OP,
-        "rows R of x_ring, B_ring and dt_ring",
-        size["R"],
-        protocol.min_ring_rows(history, max_draft_len),
-        f"history + 1 + max_draft_len, with history={history} and max_draft_len={max_draft_len}",
-    )
+    checks.check_ring(_OP, "x_ring, B_ring and dt_ring", size["R"], history=history, max_draft_len=max_draft_len)
 
 
 def _launch(tensors: dict[str, Tensor], history: int, max_draft_len: int) -> Tensor:
@@ -149,9 +142,7 @@ def _launch(tensors: dict[str, Tensor], history: int, max_draft_len: int) -> Ten
 def _reference(tensors: dict[str, Tensor], history: int, max_draft_len: int) -> Tensor:
     x, slot_ids = tensors["x"], tensors["slot_ids"]
     used = (slot_ids >= 0).nonzero().squeeze(1)
-    cursors = reference.Cursors(
-        *(tensors[name][used].long() for name in ("past_lengths", "checkpoint_lengths", "num_tokens", "slot_ids"))
-    )
+    cursors = Cursors.of(tensors, used)
     y = torch.zeros(x.shape, dtype=x.dtype)
     y[used] = reference.mamba2(
         reference.Inputs(*(tensors[name][used] for name in ("x", "dt", "B", "C"))),

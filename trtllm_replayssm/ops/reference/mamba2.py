@@ -1,8 +1,7 @@
 """Mamba-2 from a checkpoint and a ring of recent inputs, in plain torch: the specification of the CUDA kernels.
 
 Rooms, in order: load the pending rows and the window, fold (when due), replay, store. Everything is computed in fp32.
-Decays are exponentials of *sums* of ``A * dt`` over the tokens between two positions, never of differences of prefix
-sums: the terms are all <= 0, so a sum loses no digits however large the decay of other tokens was.
+Decays are exponentials of sums of ``A * dt`` over the tokens between two positions (``decays``).
 
 Symbols: b rows, S window tokens, J rows folded or replayed, H heads, P head_dim, G groups, N d_state.
 """
@@ -14,6 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.ops.reference.decays import sum_after, window_decays
+from trtllm_replayssm.ops.reference.slots import (
+    Cursors,
+    load_checkpoint,
+    load_ring,
+    store_checkpoint,
+    store_ring,
+    window_mask,
+)
 
 # Tokens per block of the prefill scan: the [S, S] decay matrices of a block stay below the size of the state.
 CHUNK_SIZE = 64
@@ -59,15 +67,6 @@ class Pools(NamedTuple):
     dt_ring: Tensor
 
 
-class Cursors(NamedTuple):
-    """Counters of the rows that have a slot, int64 [b]."""
-
-    past_lengths: Tensor
-    checkpoint_lengths: Tensor
-    num_tokens: Tensor
-    slots: Tensor
-
-
 @torch.no_grad()
 def mamba2(
     inputs: Inputs, weights: Weights, pools: Pools, cursors: Cursors, *, history: int, max_draft_len: int
@@ -98,9 +97,9 @@ def _step(
     flushed = protocol.needs_flush(past, checkpoint, history=history, max_draft_len=max_draft_len)
     due = flushed.nonzero().squeeze(1)
     if due.numel() > 0:
-        flushing = Cursors(*(counter[due] for counter in cursors))
+        flushing = cursors.at(due)
         folded = fold(state[due], load_pending(pools, flushing, flushing.past_lengths, history), A)
-        state[due] = _store_checkpoint(folded, pools.ssm_state, flushing.slots)
+        state[due] = store_checkpoint(folded, pools.ssm_state, flushing.slots)
     # Rows that flushed have nothing left to replay; the others hold at most W - T rows, by the flush predicate.
     end = torch.where(flushed, checkpoint, past)
     pending = load_pending(pools, cursors, end, history - protocol.window_length(max_draft_len))
@@ -114,7 +113,7 @@ def _prefill(tokens: Rows, C: Tensor, A: Tensor, pools: Pools, cursors: Cursors,
     state = fold(state, load_pending(pools, cursors, past, history), A)
     y, state = scan(state, tokens, C, A)
     moved = (past + num_tokens > checkpoint).nonzero().squeeze(1)
-    _store_checkpoint(state[moved], pools.ssm_state, slots[moved])
+    store_checkpoint(state[moved], pools.ssm_state, slots[moved])
     return y
 
 
@@ -126,23 +125,10 @@ def load_window(inputs: Inputs, dt_bias: Tensor, num_tokens: Tensor) -> tuple[Ro
     return Rows(x, torch.where(valid, dt, 0.0), B), C
 
 
-def load_checkpoint(ssm_state: Tensor, cursors: Cursors) -> Tensor:
-    """Return the checkpoints in fp32, [b, H, P, N]; at position 0 that is zero, whatever the memory holds."""
-    written = (cursors.checkpoint_lengths > 0)[:, None, None, None]
-    return torch.where(written, ssm_state[cursors.slots].float(), 0.0)
-
-
 def load_pending(pools: Pools, cursors: Cursors, end: Tensor, num_rows: int) -> Rows:
-    """Return the ring rows of tokens [checkpoint_lengths, end), at most ``num_rows``; the rest is zero by selection."""
-    offsets = torch.arange(num_rows, device=end.device)
-    positions = cursors.checkpoint_lengths[:, None] + offsets
-    live = positions < end[:, None]
-    where = (cursors.slots[:, None], positions % pools.x_ring.size(1))
-    return Rows(
-        torch.where(live[..., None, None], pools.x_ring[where].float(), 0.0),
-        torch.where(live[..., None], pools.dt_ring[where], 0.0),
-        torch.where(live[..., None, None], pools.B_ring[where].float(), 0.0),
-    )
+    """Return the ring rows of tokens [checkpoint_lengths, end), at most ``num_rows``."""
+    rings = (pools.x_ring, pools.dt_ring, pools.B_ring)
+    return Rows(*(load_ring(ring, cursors, end, num_rows) for ring in rings))
 
 
 def fold(state: Tensor, rows: Rows, A: Tensor) -> Tensor:
@@ -157,7 +143,7 @@ def fold(state: Tensor, rows: Rows, A: Tensor) -> Tensor:
         The new state, [b, H, P, N].
     """
     log_decay = A * rows.dt
-    weight = _sum_after(log_decay).exp() * rows.dt
+    weight = sum_after(log_decay).exp() * rows.dt
     n_groups = rows.B.size(2)
     weighted = _by_group(rows.x * weight[..., None], n_groups)
     update = weighted.transpose(-1, -2) @ rows.B.transpose(1, 2)
@@ -182,18 +168,13 @@ def replay(state: Tensor, pending: Rows, tokens: Rows, C: Tensor, A: Tensor) -> 
     """
     b, n_heads, head_dim, d_state = state.shape
     seq_len, n_groups = C.shape[1:3]
-    pending_decay, window_decay = A * pending.dt, A * tokens.dt
-    since_window = window_decay.cumsum(1)
-    since_state = since_window + pending_decay.sum(1, keepdim=True)
+    since_state, log_decay = window_decays(A * pending.dt, A * tokens.dt)
 
     grouped_C = C.transpose(1, 2)
     from_state = state.reshape(b, n_groups, n_heads // n_groups * head_dim, d_state) @ grouped_C.transpose(-1, -2)
     y = from_state.view(b, n_heads, head_dim, seq_len).permute(0, 3, 1, 2) * since_state.exp()[..., None]
 
     x, dt, B = (torch.cat(pair, dim=1) for pair in zip(pending, tokens, strict=True))
-    log_decay = torch.cat(
-        [since_window[:, :, None] + _sum_after(pending_decay)[:, None], _sum_between(window_decay)], dim=2
-    )
     scores = (grouped_C @ B.permute(0, 2, 3, 1)).repeat_interleave(n_heads // n_groups, dim=1)
     weights = (log_decay.exp() * dt[:, None]).permute(0, 3, 1, 2)
     num_pending = pending.x.size(1)
@@ -227,39 +208,11 @@ def add_skip(y: Tensor, tokens: Rows, D: Tensor, num_tokens: Tensor) -> Tensor:
     return torch.where(valid[..., None, None], y + D[:, None] * tokens.x, 0.0)
 
 
-def window_mask(num_tokens: Tensor, seq_len: int) -> Tensor:
-    """Return [b, S] bool: the tokens s < num_tokens."""
-    return torch.arange(seq_len, device=num_tokens.device) < num_tokens[:, None]
-
-
-def _store_checkpoint(state: Tensor, ssm_state: Tensor, slots: Tensor) -> Tensor:
-    """Write checkpoints and return them as a later step will read them, rounded to the pool's type."""
-    rounded = state.to(ssm_state.dtype)
-    ssm_state[slots] = rounded
-    return rounded.float()
-
-
 def _store_window(inputs: Inputs, dt: Tensor, pools: Pools, cursors: Cursors) -> None:
     """Write the window's tokens s < num_tokens to their ring rows: x and B as they came, dt after softplus."""
-    row, token = window_mask(cursors.num_tokens, dt.size(1)).nonzero(as_tuple=True)
-    where = (cursors.slots[row], (cursors.past_lengths[row] + token) % pools.x_ring.size(1))
-    pools.x_ring[where] = inputs.x[row, token]
-    pools.dt_ring[where] = dt[row, token]
-    pools.B_ring[where] = inputs.B[row, token]
-
-
-def _sum_after(log_decay: Tensor) -> Tensor:
-    """Return [b, J, H]: the sum over the rows i > j."""
-    from_here = log_decay.flip(1).cumsum(1).flip(1)
-    return functional.pad(from_here[:, 1:], (0, 0, 0, min(1, log_decay.size(1))))
-
-
-def _sum_between(log_decay: Tensor) -> Tensor:
-    """Return [b, S, S, H]: at [t, j] the sum over tokens j < i <= t; 0 where there is none."""
-    seq_len = log_decay.size(1)
-    index = torch.arange(seq_len, device=log_decay.device)
-    later = index[:, None] > index
-    return torch.where(later[..., None], log_decay[:, :, None], 0.0).cumsum(1)
+    store_ring(inputs.x, pools.x_ring, cursors)
+    store_ring(dt, pools.dt_ring, cursors)
+    store_ring(inputs.B, pools.B_ring, cursors)
 
 
 def _by_group(rows: Tensor, n_groups: int) -> Tensor:

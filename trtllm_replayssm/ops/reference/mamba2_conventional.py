@@ -1,14 +1,14 @@
 """Mamba-2 as decoders usually run it: the state is rewritten for every token. For comparison with replay.
 
-With speculation a snapshot of the state is kept per window token, so that a rejection can go back to one of them.
-Snapshots are addressed by position, as the rings are: the state after t tokens stands in row t mod (T + 1).
-Nothing here reads device memory on the host, so that the step can be captured in a CUDA graph.
+With speculation a snapshot of the state is kept per window token (``snapshots``), so that a rejection can go back to
+one of them.
 """
 
 import torch
 from torch import Tensor
 
 from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.ops.reference import snapshots
 from trtllm_replayssm.ops.reference.mamba2 import Inputs, Rows, Weights, add_skip, load_window, scan
 
 
@@ -34,27 +34,14 @@ def mamba2_conventional(
     num_tokens = torch.where(slot_ids >= 0, num_tokens, 0)
     slots = slot_ids.clamp(min=0)
     tokens, C = load_window(inputs, weights.dt_bias, num_tokens)
-    state = _load_snapshot(ssm_snapshots, past_lengths, slots)
+    state = snapshots.load_snapshot(ssm_snapshots, past_lengths, slots)
     if protocol.is_prefill(seq_len, max_draft_len):
         y, state = scan(state, tokens, C, A)
-        _store_snapshots(state, ssm_snapshots, slots, past_lengths + num_tokens, num_tokens > 0)
+        snapshots.store(state, ssm_snapshots, slots, past_lengths + num_tokens, num_tokens > 0)
     else:
         y, states = _step_by_token(state, tokens, C, A)
-        after = 1 + torch.arange(seq_len, device=slots.device)
-        _store_snapshots(
-            states.flatten(0, 1),
-            ssm_snapshots,
-            slots.repeat_interleave(seq_len),
-            (past_lengths[:, None] + after).flatten(),
-            (after <= num_tokens[:, None]).flatten(),
-        )
+        snapshots.store_window(states, ssm_snapshots, slots, past_lengths, num_tokens)
     return add_skip(y, tokens, weights.D, num_tokens)
-
-
-def _load_snapshot(ssm_snapshots: Tensor, past_lengths: Tensor, slots: Tensor) -> Tensor:
-    """Return the states after ``past_lengths`` tokens in fp32, [b, H, P, N]; zero at position 0, without looking."""
-    state = ssm_snapshots[slots, past_lengths % ssm_snapshots.size(1)].float()
-    return torch.where((past_lengths > 0)[:, None, None, None], state, 0.0)
 
 
 def _step_by_token(state: Tensor, tokens: Rows, C: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,19 +54,3 @@ def _step_by_token(state: Tensor, tokens: Rows, C: Tensor, A: Tensor) -> tuple[T
         outputs.append((state * C_of_head).sum(-1)[:, None])
         states.append(state[:, None])
     return torch.cat(outputs, dim=1), torch.cat(states, dim=1)
-
-
-def _store_snapshots(states: Tensor, ssm_snapshots: Tensor, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
-    """Write each valid state to the snapshot row of its position.
-
-    An invalid entry repeats the write of a valid one, same place and same bytes; where none is valid, it writes back
-    what is there. So the shapes are fixed and no index list has to be read by the host.
-    """
-    if valid.numel() == 0:
-        return
-    rows = positions % ssm_snapshots.size(1)
-    stand_in = valid.int().argmax()
-    slots, rows = torch.where(valid, slots, slots[stand_in]), torch.where(valid, rows, rows[stand_in])
-    mask = valid[:, None, None, None]
-    values = torch.where(mask, states, states[stand_in]).to(ssm_snapshots.dtype)
-    ssm_snapshots[slots, rows] = torch.where(valid.any(), values, ssm_snapshots[slots, rows])
