@@ -1,5 +1,6 @@
 """Shapes that the ops are tested with: those of real models, scaled in heads, then hostile ones."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,44 @@ from tests import tolerances
 from tests.pairwise import pairwise
 
 
+class ReplayCase(ABC):
+    """What the cases of all recurrences have in common: replay constants and types."""
+
+    name: str
+    history: int
+    max_draft_len: int
+    activation: str
+    state: str
+    spare_ring_rows: int
+
+    @property
+    def window(self) -> int:
+        return 1 + self.max_draft_len
+
+    @property
+    def ring_rows(self) -> int:
+        return self.history + self.window + self.spare_ring_rows
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        return DTYPES[self.activation]
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return DTYPES[self.state]
+
+    @property
+    @abstractmethod
+    def runs_on(self) -> tuple[str, ...]:
+        """The devices with an implementation of this shape."""
+
+    @abstractmethod
+    def bound(self, device: str) -> tolerances.Bound:
+        """Return the greatest errors allowed."""
+
+
 @dataclass(frozen=True)
-class Mamba2Case:
+class Mamba2Case(ReplayCase):
     """One set of model and replay constants.
 
     Attributes:
@@ -42,32 +79,57 @@ class Mamba2Case:
     spare_ring_rows: int = 0
 
     @property
-    def window(self) -> int:
-        return 1 + self.max_draft_len
-
-    @property
-    def ring_rows(self) -> int:
-        return self.history + self.window + self.spare_ring_rows
-
-    @property
-    def activation_dtype(self) -> torch.dtype:
-        return DTYPES[self.activation]
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        return DTYPES[self.state]
-
-    @property
     def dt_dtype(self) -> torch.dtype:
         return DTYPES[self.dt or self.activation]
 
     @property
     def runs_on(self) -> tuple[str, ...]:
-        """The devices with an implementation of this shape."""
         return ("cpu", "cuda") if self in DEVICE_CASES else ("cpu",)
 
     def bound(self, device: str) -> tolerances.Bound:
         return tolerances.MAMBA2[device, self.activation, self.state]
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetCase(ReplayCase):
+    """One set of model and replay constants.
+
+    Attributes:
+        name: readable test id.
+        n_key_heads: Hk.
+        n_value_heads: Hv.
+        key_dim: K.
+        value_dim: V.
+        history: W.
+        max_draft_len: T - 1.
+        activation: type of q, k, v, o and the k ring.
+        state: type of the checkpoint.
+        gate: type of the raw a and b inputs; empty for the activation type.
+        spare_ring_rows: ring rows beyond W + T.
+    """
+
+    name: str
+    n_key_heads: int
+    n_value_heads: int
+    key_dim: int
+    value_dim: int
+    history: int
+    max_draft_len: int
+    activation: str = "bfloat16"
+    state: str = "float32"
+    gate: str = ""
+    spare_ring_rows: int = 0
+
+    @property
+    def gate_dtype(self) -> torch.dtype:
+        return DTYPES[self.gate or self.activation]
+
+    @property
+    def runs_on(self) -> tuple[str, ...]:
+        return ("cpu",)
+
+    def bound(self, device: str) -> tolerances.Bound:
+        return tolerances.GATED_DELTA_NET[device, self.activation, self.state]
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -147,11 +209,35 @@ FP32_CASES = (
     Mamba2Case("W32-T5", 2, 80, 8, 2, 32, 4, "float32", spare_ring_rows=5),
 )
 
+# Gated DeltaNet: heads of Qwen3-Next and Qwen3.5, fewer of them, and every type; then small ones in fp32.
+GATED_DELTA_NET_CASES = (
+    GatedDeltaNetCase("qwen3_next-decode", 2, 4, 128, 128, 16, 0),
+    GatedDeltaNetCase("qwen3_next-T4", 2, 4, 128, 128, 16, 3, gate="float32"),
+    GatedDeltaNetCase("qwen3_5-T8-W32", 1, 3, 128, 128, 32, 7, spare_ring_rows=3),
+    GatedDeltaNetCase("K64-V96-T2-W8-fp16", 2, 2, 64, 96, 8, 1, "float16"),
+    GatedDeltaNetCase("T3-fp32", 1, 4, 128, 64, 16, 2, "float32"),
+    GatedDeltaNetCase("state_bf16", 2, 4, 64, 64, 16, 3, state="bfloat16"),
+    GatedDeltaNetCase("state_fp16", 2, 4, 64, 64, 16, 3, "float16", "float16"),
+)
+GATED_DELTA_NET_FP32_CASES = (
+    GatedDeltaNetCase("gdn-decode", 1, 2, 16, 8, 16, 0, "float32"),
+    GatedDeltaNetCase("gdn-T4", 2, 4, 16, 8, 16, 3, "float32"),
+    GatedDeltaNetCase("gdn-T8-W8", 1, 3, 5, 6, 8, 7, "float32", spare_ring_rows=2),
+    GatedDeltaNetCase("gdn-W1", 2, 4, 7, 5, 1, 0, "float32"),
+    GatedDeltaNetCase("gdn-W2-T2", 2, 6, 4, 16, 2, 1, "float32"),
+    GatedDeltaNetCase("gdn-W32-T5", 1, 2, 64, 32, 32, 4, "float32", spare_ring_rows=5),
+)
+
+ALL_CASES = (*DEVICE_CASES, *GATED_DELTA_NET_CASES)
+ALL_FP32_CASES = (*FP32_CASES, *GATED_DELTA_NET_FP32_CASES)
+T4_CASES = (FP32_CASES[1], GATED_DELTA_NET_FP32_CASES[1])
+"""One of each recurrence, with three drafts."""
+
 # (channels, d_conv, activation type): one compiled kernel each; every width and type, and channels that fill no block.
 CONV_DEVICE_CASES = ((2560, 4, "bfloat16"), (264, 3, "float16"), (98, 2, "float32"))
 
 
-def on_devices(cases: Sequence[Mamba2Case]) -> pytest.MarkDecorator:
+def on_devices(cases: Sequence[ReplayCase]) -> pytest.MarkDecorator:
     """Parametrise a test with ``case`` and ``device``: all cases on the CPU, those with a kernel on CUDA too."""
     return pytest.mark.parametrize(
         ("case", "device"),

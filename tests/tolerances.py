@@ -12,6 +12,9 @@ HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 FP32_ARITHMETIC = 1e-5
 """Sums of up to d_state + history fp32 terms and one exp each: measured below 1e-6, held to 1e-5."""
 
+FP32_SUBSTITUTION = 5e-5
+"""Outputs of Gated DeltaNet: each u is a difference of v and what the state predicts, and the next ones build on it."""
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -39,16 +42,19 @@ _DEVICES = ("cpu", "cuda")
 _TYPES = ("float32", "float16", "bfloat16")
 
 
-def _mamba2(activation: str, state: str) -> Bound:
-    output = max(FP32_ARITHMETIC, _ROUNDED_OUTPUT[activation]) + _ROUNDED_STATE[state]
+def _bound(arithmetic: float, activation: str, state: str) -> Bound:
+    output = max(arithmetic, _ROUNDED_OUTPUT[activation]) + _ROUNDED_STATE[state]
     reason = f"{activation} outputs are rounded once"
     if state == "float32":
         return Bound(output, FP32_ARITHMETIC, f"{reason}; the fp32 state never sees a rounded output")
     return Bound(output, _ROUNDED_STATE[state], f"{reason}; the {state} state is rounded at every flush")
 
 
-MAMBA2 = {(d, a, s): _mamba2(a, s) for d in _DEVICES for a in _TYPES for s in _TYPES}
+MAMBA2 = {(d, a, s): _bound(FP32_ARITHMETIC, a, s) for d in _DEVICES for a in _TYPES for s in _TYPES}
 """(device, activation type, state type) -> bound. The two devices are held to the same bounds."""
+
+GATED_DELTA_NET = {(d, a, s): _bound(FP32_SUBSTITUTION, a, s) for d in _DEVICES for a in _TYPES for s in _TYPES}
+"""(device, activation type, state type) -> bound."""
 
 CAUSAL_CONV1D = {
     (device, activation): Bound(

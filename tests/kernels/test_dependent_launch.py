@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.cases import DEVICE_CASES, Mamba2Case
 from tests.kernels.test_specialize import NANO_9B
-from tests.ops.driver import bits, int32, make_pools, make_weights
+from tests.ops.driver import bits, int32
+from tests.ops.mamba2_driver import make_pools, make_weights
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.plugins import build, launch
 from trtllm_replayssm.plugins.specialize import ROLES, CausalConv1dSpecialization, Role, Specialization

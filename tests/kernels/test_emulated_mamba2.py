@@ -9,7 +9,8 @@ import torch
 from tests.cases import DEVICE_CASES, Mamba2Case
 from tests.kernels.emulation import Emulator
 from tests.ops import driver as protocol_driver
-from tests.ops.driver import Mamba2Driver, Row, Window, bits, int32, live, make_pools
+from tests.ops.driver import Row, bits, int32, live
+from tests.ops.mamba2_driver import Mamba2Driver, Window, make_pools
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
 from trtllm_replayssm.plugins.specialize import Role
@@ -63,7 +64,7 @@ def test_random_lives_of_slots_follow_the_recurrence(case: Mamba2Case) -> None:
 
 @by_small_case
 def test_a_draft_that_is_not_finite_reaches_no_earlier_output(case: Mamba2Case) -> None:
-    protocol_driver.assert_no_later_token_is_read(case)
+    protocol_driver.assert_no_later_token_is_read(Mamba2Driver, case)
 
 
 @by_role

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.cases import DEVICE_CASES, SHAPE_CASES, Mamba2Case
-from tests.ops.driver import Mamba2Driver, Row, bits, int32, make_pools
+from tests.ops.driver import Row, bits, int32
+from tests.ops.mamba2_driver import Mamba2Driver, make_pools
 from tests.plugins.plugin_ops import mamba2_specialization
 from trtllm_replayssm import ops
 from trtllm_replayssm.errors import OpArgumentError

@@ -1,17 +1,20 @@
-"""A driver of the protocol: pools full of NaN, any rows in any order, acceptance, commit, and the oracle beside it."""
+"""A driver of the protocol: pools full of NaN, any rows in any order, acceptance, commit, and the oracle beside it.
+
+What it needs to know of a recurrence is in a subclass: ``mamba2_driver``, ``gated_delta_net_driver``.
+"""
 
 import itertools
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tests import tolerances
-from tests.cases import Mamba2Case
-from tests.oracle.mamba2 import Mamba2Sequence
+from tests.cases import ReplayCase
 from trtllm_replayssm import ops
 
 POISON = (torch.nan, torch.inf, -torch.inf)
@@ -25,13 +28,14 @@ class Row(NamedTuple):
     accepted: int
 
 
-class Window(NamedTuple):
-    """A step's inputs on the CPU: x [b, S, H, P], dt [b, S, H], B and C [b, S, G, N]."""
+class Sequence64(Protocol):
+    """What the oracles of all recurrences have in common."""
 
-    x: Tensor
-    dt: Tensor
-    B: Tensor
-    C: Tensor
+    state: np.ndarray
+
+    def copy(self) -> Self: ...
+
+    def run(self, *tokens: Any) -> np.ndarray: ...
 
 
 def relative_error(found: Tensor, expected: np.ndarray) -> float:
@@ -55,29 +59,14 @@ def int32(values: Sequence[int], device: str = "cpu") -> Tensor:
     return torch.tensor(list(values), dtype=torch.int32, device=device)
 
 
-def make_pools(case: Mamba2Case, num_slots: int, device: str) -> dict[str, Tensor]:
-    """Allocate the state of all slots, every byte poisoned."""
-    h, p, n, g, r = case.n_heads, case.head_dim, case.d_state, case.n_groups, case.ring_rows
-    shapes = {
-        "ssm_state": ((num_slots, h, p, n), case.state_dtype),
-        "x_ring": ((num_slots, r, h, p), case.activation_dtype),
-        "B_ring": ((num_slots, r, g, n), case.activation_dtype),
-        "dt_ring": ((num_slots, r, h), torch.float32),
-    }
-    return {name: torch.full(shape, torch.nan, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
-
-
-def make_weights(case: Mamba2Case, seed: int) -> dict[str, Tensor]:
-    """Draw A, D and dt_bias as Mamba-2 is initialised: A in [-16, -1], softplus(dt_bias) in [0.001, 0.1]."""
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(3, case.n_heads, generator=generator)
-    step_size = torch.exp(uniform[0] * np.log(100.0) + np.log(0.001))
-    return {"A": -1 - 15 * uniform[1], "D": 2 * uniform[2] - 1, "dt_bias": torch.log(torch.expm1(step_size))}
+def initial_dt_bias(uniform: Tensor) -> Tensor:
+    """Return biases as the models are initialised: softplus(dt_bias) in [0.001, 0.1]."""
+    return torch.log(torch.expm1(torch.exp(uniform * np.log(100.0) + np.log(0.001))))
 
 
 @dataclass
-class Mamba2Driver:
-    """Runs ``ops.mamba2`` on many slots and compares every step with the oracle.
+class Driver(ABC):
+    """Runs an op on many slots and compares every step with the oracle.
 
     Attributes:
         case: shapes, types and replay constants.
@@ -87,9 +76,13 @@ class Mamba2Driver:
         pools: the states; replace them to test other memory layouts.
         output_error: largest error of any output so far, relative.
         checkpoint_error: largest error of any written checkpoint so far, relative.
+        flushes: checkpoints written so far.
+        op_name: of the op, in ``ops``.
+        rings: names of its rings.
+        saturating: inputs whose infinities have a limit, so that the outputs stay finite.
     """
 
-    case: Mamba2Case
+    case: ReplayCase
     device: str = "cpu"
     num_slots: int = 4
     seed: int = 0
@@ -98,18 +91,38 @@ class Mamba2Driver:
     checkpoint_error: float = 0.0
     flushes: int = 0
 
+    op_name: ClassVar[str]
+    rings: ClassVar[tuple[str, ...]]
+    saturating: ClassVar[tuple[str, ...]] = ()
+
     def __post_init__(self) -> None:
-        self.pools = self.pools or make_pools(self.case, self.num_slots, self.device)
-        self.weights = make_weights(self.case, self.seed)
+        self.pools = self.pools or self.make_pools()
+        self.weights = self.make_weights()
         self.rng = np.random.default_rng(self.seed)
         self.generator = torch.Generator().manual_seed(self.seed)
         self.past = [0] * self.num_slots
         self.checkpoint = [0] * self.num_slots
         self.sequences = [self.new_sequence() for _ in range(self.num_slots)]
 
-    def new_sequence(self) -> Mamba2Sequence:
-        A, D, dt_bias = (self.weights[name].double().numpy() for name in ("A", "D", "dt_bias"))
-        return Mamba2Sequence(A, D, dt_bias, self.case.head_dim, self.case.d_state)
+    @abstractmethod
+    def make_pools(self) -> dict[str, Tensor]:
+        """Allocate the state of all slots, every byte poisoned."""
+
+    @abstractmethod
+    def make_weights(self) -> dict[str, Tensor]:
+        """Draw the op's constants, as the models are initialised."""
+
+    @abstractmethod
+    def new_sequence(self) -> Any:
+        """Return the oracle of a sequence without tokens: a ``Sequence64``."""
+
+    @abstractmethod
+    def make_window(self, num_tokens: Sequence[int], seq_len: int) -> Any:
+        """Draw a step's inputs, named as the op's arguments; tokens beyond a row's num_tokens are NaN."""
+
+    @abstractmethod
+    def like_output(self, window: Any) -> Tensor:
+        """Return the input that has the output's shape and type."""
 
     def reuse(self, slot: int) -> None:
         """Start a new sequence in a slot, the way the runtime does: both lengths to 0, memory as it is."""
@@ -121,61 +134,40 @@ class Mamba2Driver:
         for slot, (c, f) in enumerate(zip(self.past, self.checkpoint, strict=True)):
             live = {t % self.case.ring_rows for t in range(f, c)}
             for row in set(range(self.case.ring_rows)) - live:
-                for name in ("x_ring", "B_ring", "dt_ring"):
+                for name in self.rings:
                     self.pools[name][slot, row] = POISON[row % len(POISON)]
             if f == 0:
                 self.pools["ssm_state"][slot] = torch.nan
 
-    def make_window(self, num_tokens: Sequence[int], seq_len: int) -> Window:
-        """Draw inputs: slices of packed projections as in a model; tokens beyond a row's num_tokens are NaN."""
-        case, batch = self.case, len(num_tokens)
-        d_inner, d_bc = case.n_heads * case.head_dim, case.n_groups * case.d_state
-        packed = torch.randn(batch, seq_len, d_inner + 2 * d_bc, generator=self.generator)
-        wide_dt = torch.randn(batch, seq_len, d_inner + case.n_heads, generator=self.generator)
-        for row, n in enumerate(num_tokens):
-            packed[row, n:] = torch.nan
-            wide_dt[row, n:] = torch.nan
-        x, B, C = torch.split(packed.to(case.activation_dtype), [d_inner, d_bc, d_bc], dim=-1)
-        return Window(
-            torch.unflatten(x, -1, (case.n_heads, case.head_dim)),
-            wide_dt.to(case.dt_dtype)[..., d_inner:],
-            torch.unflatten(B, -1, (case.n_groups, case.d_state)),
-            torch.unflatten(C, -1, (case.n_groups, case.d_state)),
-        )
-
-    def call(self, rows: Sequence[Row], window: Window) -> Tensor:
-        """Run the op, nothing else."""
+    def tensors(self, rows: Sequence[Row], window: Any) -> dict[str, Tensor]:
+        """Return the op's tensors on the device, by name."""
         slots = [row.slot for row in rows]
-        x, dt, B, C = (_like(part, self.device) for part in window)
-        A, D, dt_bias = (self.weights[name].to(self.device) for name in ("A", "D", "dt_bias"))
-        return ops.mamba2(
-            x=x,
-            dt=dt,
-            B=B,
-            C=C,
-            A=A,
-            D=D,
-            dt_bias=dt_bias,
-            ssm_state=self.pools["ssm_state"],
-            x_ring=self.pools["x_ring"],
-            B_ring=self.pools["B_ring"],
-            dt_ring=self.pools["dt_ring"],
-            # Padding rows carry lengths that no slot could have: they must not matter.
-            past_lengths=int32([self.past[s] if s >= 0 else -7 for s in slots], self.device),
-            checkpoint_lengths=int32([self.checkpoint[s] if s >= 0 else 99 for s in slots], self.device),
-            num_tokens=int32([row.num_tokens for row in rows], self.device),
-            slot_ids=int32(slots, self.device),
-            history=self.case.history,
-            max_draft_len=self.case.max_draft_len,
-        )
+        moved = {name: _like(part, self.device) for name, part in window._asdict().items()}
+        moved |= {name: weight.to(self.device) for name, weight in self.weights.items()}
+        # Padding rows carry lengths that no slot could have: they must not matter.
+        lengths = {
+            "past_lengths": [self.past[s] if s >= 0 else -7 for s in slots],
+            "checkpoint_lengths": [self.checkpoint[s] if s >= 0 else 99 for s in slots],
+            "num_tokens": [row.num_tokens for row in rows],
+            "slot_ids": slots,
+        }
+        return moved | self.pools | {name: int32(values, self.device) for name, values in lengths.items()}
 
-    def run(self, rows: Sequence[Row], seq_len: int, window: Window | None = None) -> Tensor:
+    def call(self, rows: Sequence[Row], window: Any) -> Tensor:
+        """Run the op, nothing else."""
+        op = getattr(ops, self.op_name)
+        y = op(**self.tensors(rows, window), history=self.case.history, max_draft_len=self.case.max_draft_len)
+        assert isinstance(y, Tensor)
+        return y
+
+    def run(self, rows: Sequence[Row], seq_len: int, window: Any = None) -> Tensor:
         """Run one step with all comparisons, then commit it; return y on the CPU."""
         if window is None:
             window = self.make_window([r.num_tokens if r.slot >= 0 else 0 for r in rows], seq_len)
         before = {name: bits(pool) for name, pool in self.pools.items()}
         y = self.call(rows, window).cpu()
-        assert y.shape == window.x.shape and y.dtype == window.x.dtype
+        like = self.like_output(window)
+        assert y.shape == like.shape and y.dtype == like.dtype
         is_prefill = seq_len > self.case.window
         self._check_memory(before, rows, is_prefill)
         for index, row in enumerate(rows):
@@ -256,7 +248,7 @@ class Mamba2Driver:
         return self.output_error > tolerances.TOOTH * bound.output
 
 
-def drive(driver: Mamba2Driver, num_steps: int, *, accept: str = "random") -> None:
+def drive(driver: Driver, num_steps: int, *, accept: str = "random") -> None:
     """Run random steps: any slots in any order, padding, uneven windows, prefills, poison, slots used anew.
 
     Args:
@@ -281,7 +273,7 @@ def drive(driver: Mamba2Driver, num_steps: int, *, accept: str = "random") -> No
     driver.assert_within_bounds()
 
 
-def live(driver: Mamba2Driver) -> None:
+def live(driver: Driver) -> None:
     """One life of two slots: prefill, windows past a flush and a wrap, rejections, idle rows, a second chunk."""
     T, history = driver.case.window, driver.case.history
     driver.run([Row(1, 3, 3), Row(-1, 2, 0), Row(0, T + 33, T + 33)], T + 33)
@@ -297,13 +289,14 @@ def live(driver: Mamba2Driver) -> None:
     driver.run([Row(1, 1, 1), Row(0, T, 1)], T)
 
 
-def assert_no_later_token_is_read(case: Mamba2Case, device: str = "cpu") -> None:
+def assert_no_later_token_is_read(make: Callable[..., Driver], case: ReplayCase, device: str = "cpu") -> None:
     """Spoil one token of a window or a prompt: outputs before it keep every bit, its own is no longer finite."""
     T = case.window
-    for seq_len, name, value in itertools.product((T, T + 9), Window._fields, (torch.nan, torch.inf)):
+    names = make(case, num_slots=1).make_window([], 1)._fields
+    for seq_len, name, value in itertools.product((T, T + 9), names, (torch.nan, torch.inf)):
         outputs, spoilt = [], seq_len // 2
         for is_spoilt in (False, True):
-            driver = Mamba2Driver(case, device, num_slots=1, seed=4)
+            driver = make(case, device=device, num_slots=1, seed=4)
             driver.run([Row(0, T, T)], T)
             window = driver.make_window([seq_len], seq_len)
             if is_spoilt:
@@ -311,6 +304,8 @@ def assert_no_later_token_is_read(case: Mamba2Case, device: str = "cpu") -> None
             outputs.append(driver.call([Row(0, seq_len, 0)], window).cpu())
         before, after = (bits(y[:, :spoilt]) for y in outputs)
         assert torch.equal(before, after), f"{name} = {value} at token {spoilt} of {seq_len} reaches an earlier output"
+        if value is torch.inf and name in driver.saturating:
+            continue
         assert not outputs[1][:, spoilt].isfinite().all(), f"{name} = {value} at token {spoilt} of {seq_len} is lost"
 
 

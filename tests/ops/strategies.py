@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tests.cases import DTYPES, Mamba2Case
+from tests.cases import DTYPES, GatedDeltaNetCase, Mamba2Case, ReplayCase
 
 MIN_HEADS, MIN_OUTPUTS = 4, 16
 
@@ -39,6 +39,33 @@ def mamba2_cases(draw: st.DrawFn, types: tuple[str, ...] = ("float32",)) -> Mamb
         dt="float32" if draw(st.booleans()) else "",
         spare_ring_rows=draw(st.sampled_from((0, 0, 1, 7))),
     )
+
+
+@st.composite
+def gated_delta_net_cases(draw: st.DrawFn, types: tuple[str, ...] = ("float32",)) -> GatedDeltaNetCase:
+    n_key_heads = draw(st.sampled_from((1, 2, 3)))
+    history = draw(st.sampled_from((1, 2, 8, 16, 32)))
+    value_dim = draw(st.sampled_from((1, 3, 8, 64)))
+    # As above: of few outputs, all cancel at once now and then.
+    fewest = -(-max(MIN_HEADS, MIN_OUTPUTS // value_dim) // n_key_heads)
+    return GatedDeltaNetCase(
+        name="random",
+        n_key_heads=n_key_heads,
+        n_value_heads=n_key_heads * draw(st.integers(fewest, fewest + 2)),
+        key_dim=draw(st.sampled_from((2, 5, 16, 64))),
+        value_dim=value_dim,
+        history=history,
+        max_draft_len=draw(st.integers(0, min(8, history) - 1)),
+        activation=draw(st.sampled_from(types)),
+        state=draw(st.sampled_from(types)),
+        gate="float32" if draw(st.booleans()) else "",
+        spare_ring_rows=draw(st.sampled_from((0, 0, 1, 7))),
+    )
+
+
+def cases(types: tuple[str, ...] = ("float32",)) -> st.SearchStrategy[ReplayCase]:
+    """Any case of any recurrence."""
+    return st.one_of(mamba2_cases(types), gated_delta_net_cases(types))
 
 
 all_types = tuple(DTYPES)

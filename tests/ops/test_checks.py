@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.cases import Mamba2Case
-from tests.ops.driver import bits, int32, make_pools
+from tests.ops.driver import bits, int32
+from tests.ops.mamba2_driver import make_pools
 from trtllm_replayssm import ops
 from trtllm_replayssm.errors import OpArgumentError
 

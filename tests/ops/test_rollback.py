@@ -4,27 +4,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import DEVICE_CASES, FP32_CASES, Mamba2Case, on_devices
-from tests.ops.driver import Mamba2Driver, Row, assert_no_later_token_is_read, bits, drive
+from tests.cases import (
+    ALL_FP32_CASES,
+    DEVICE_CASES,
+    FP32_CASES,
+    GATED_DELTA_NET_CASES,
+    GATED_DELTA_NET_FP32_CASES,
+    ReplayCase,
+    on_devices,
+)
+from tests.ops.driver import Driver, Row, assert_no_later_token_is_read, bits, drive
+from tests.ops.drivers import replayed
 
-SPECULATIVE = (*FP32_CASES[1:3], *DEVICE_CASES[1:6])
+SPECULATIVE = (
+    *FP32_CASES[1:3],
+    *DEVICE_CASES[1:6],
+    *GATED_DELTA_NET_FP32_CASES[1:3],
+    *GATED_DELTA_NET_CASES[1:4],
+)
 
 by_case = on_devices(SPECULATIVE)
 
 
-def live_bits(driver: Mamba2Driver, slot: int) -> list[Tensor]:
+def live_bits(driver: Driver, slot: int) -> list[Tensor]:
     """Everything of a slot that a later step may read."""
     c, f = driver.past[slot], driver.checkpoint[slot]
     rows = [t % driver.case.ring_rows for t in range(f, c)]
-    rings = [bits(driver.pools[name][slot])[rows] for name in ("x_ring", "B_ring", "dt_ring")]
+    rings = [bits(driver.pools[name][slot])[rows] for name in driver.rings]
     return [*rings, bits(driver.pools["ssm_state"][slot])] if f > 0 else rings
 
 
 @by_case
-def test_rejected_drafts_leave_no_trace(case: Mamba2Case, device: str) -> None:
+def test_rejected_drafts_leave_no_trace(case: ReplayCase, device: str) -> None:
     """Two slots take the same tokens; one also drafts, and its drafts are rejected."""
     T = case.window
-    drafting, plain = (Mamba2Driver(case, device, num_slots=2, seed=4) for _ in range(2))
+    drafting, plain = (replayed(case, device, num_slots=2, seed=4) for _ in range(2))
     for step in range(40):
         kept = 1 + step % T
         window = drafting.make_window([T], T)
@@ -38,13 +52,13 @@ def test_rejected_drafts_leave_no_trace(case: Mamba2Case, device: str) -> None:
 
 
 @by_case
-def test_a_draft_that_is_not_finite_reaches_no_earlier_output(case: Mamba2Case, device: str) -> None:
-    assert_no_later_token_is_read(case, device)
+def test_a_draft_that_is_not_finite_reaches_no_earlier_output(case: ReplayCase, device: str) -> None:
+    assert_no_later_token_is_read(replayed, case, device)
 
 
 @by_case
-def test_a_step_repeated_from_the_same_memory_repeats_every_bit(case: Mamba2Case, device: str) -> None:
-    driver = Mamba2Driver(case, device, seed=6)
+def test_a_step_repeated_from_the_same_memory_repeats_every_bit(case: ReplayCase, device: str) -> None:
+    driver = replayed(case, device, seed=6)
     drive(driver, 20)
     rows = [Row(3, case.window, 0), Row(-1, 0, 0), Row(1, 1, 0)]
     for seq_len in (case.window, case.window + 40):
@@ -59,11 +73,11 @@ def test_a_step_repeated_from_the_same_memory_repeats_every_bit(case: Mamba2Case
             assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
 
 
-@pytest.mark.parametrize("case", FP32_CASES, ids=lambda case: case.name)
-def test_a_row_does_not_depend_on_the_rows_beside_it(case: Mamba2Case) -> None:
+@pytest.mark.parametrize("case", ALL_FP32_CASES, ids=lambda case: case.name)
+def test_a_row_does_not_depend_on_the_rows_beside_it(case: ReplayCase) -> None:
     """The same life alone and among others; batched products may round differently, so to fp32 rounding."""
     T = case.window
-    alone, among = Mamba2Driver(case, num_slots=1, seed=8), Mamba2Driver(case, num_slots=4, seed=8)
+    alone, among = replayed(case, num_slots=1, seed=8), replayed(case, num_slots=4, seed=8)
     for step in range(30):
         window = among.make_window([T, T, T, T], T)
         order = [(slot + step) % 4 for slot in range(4)]

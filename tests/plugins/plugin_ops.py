@@ -1,5 +1,6 @@
 """Plugins called with torch tensors, as the ops are: pools and rings are updated in place; and what drives them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ from tests import tolerances
 from tests.cases import DTYPES, Mamba2Case
 from tests.harness.plugin_harness import Harness, HarnessPlugin, TensorDesc, shapes_of
 from tests.kernels.emulation import compile_emulated
-from tests.ops.driver import Mamba2Driver, Row, Window, bits, int32
+from tests.ops.driver import Row, bits, int32
+from tests.ops.mamba2_driver import Mamba2Driver, Window
 from trtllm_replayssm import ops
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PluginIO
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
@@ -117,23 +119,9 @@ class PluginMamba2Driver(Mamba2Driver):
         ints = {"history": case.history, "max_draft_len": case.max_draft_len}
         self.op = PluginOp(harness, MAMBA2, ints, image, device)
 
-    def call(self, rows: list[Row], window: Window) -> Tensor:  # type: ignore[override]
+    def call(self, rows: Sequence[Row], window: Window) -> Tensor:
         """Enqueue the plugin."""
         return self.op(self.tensors(rows, window))
-
-    def tensors(self, rows: list[Row], window: Window) -> dict[str, Tensor]:
-        """Return the plugin's inputs on the device, by name."""
-        slots = [row.slot for row in rows]
-        moved = {name: part.to(self.device) for name, part in zip(("x", "dt", "B", "C"), window, strict=True)}
-        moved |= {name: weight.to(self.device) for name, weight in self.weights.items()}
-        # Padding rows carry lengths that no slot could have: they must not matter.
-        lengths = {
-            "past_lengths": [self.past[s] if s >= 0 else -7 for s in slots],
-            "checkpoint_lengths": [self.checkpoint[s] if s >= 0 else 99 for s in slots],
-            "num_tokens": [row.num_tokens for row in rows],
-            "slot_ids": slots,
-        }
-        return moved | self.pools | {name: int32(values, self.device) for name, values in lengths.items()}
 
 
 class ConvolutionPair:

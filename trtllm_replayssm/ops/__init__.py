@@ -2,7 +2,15 @@
 
 from trtllm_replayssm.ops.advance import advance
 from trtllm_replayssm.ops.causal_conv1d import causal_conv1d
-from trtllm_replayssm.ops.conventional import mamba2_conventional
+from trtllm_replayssm.ops.conventional import gated_delta_net_conventional, mamba2_conventional
+from trtllm_replayssm.ops.gated_delta_net import gated_delta_net
 from trtllm_replayssm.ops.mamba2 import mamba2
 
-__all__ = ["advance", "causal_conv1d", "mamba2", "mamba2_conventional"]
+__all__ = [
+    "advance",
+    "causal_conv1d",
+    "gated_delta_net",
+    "gated_delta_net_conventional",
+    "mamba2",
+    "mamba2_conventional",
+]

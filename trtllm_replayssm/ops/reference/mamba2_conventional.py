@@ -34,7 +34,7 @@ def mamba2_conventional(
     num_tokens = torch.where(slot_ids >= 0, num_tokens, 0)
     slots = slot_ids.clamp(min=0)
     tokens, C = load_window(inputs, weights.dt_bias, num_tokens)
-    state = snapshots.load_snapshot(ssm_snapshots, past_lengths, slots)
+    state = snapshots.load(ssm_snapshots, past_lengths, slots)
     if protocol.is_prefill(seq_len, max_draft_len):
         y, state = scan(state, tokens, C, A)
         snapshots.store(state, ssm_snapshots, slots, past_lengths + num_tokens, num_tokens > 0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def load_snapshot(ssm_snapshots: Tensor, past_lengths: Tensor, slots: Tensor) -> Tensor:
+def load(ssm_snapshots: Tensor, past_lengths: Tensor, slots: Tensor) -> Tensor:
     """Return the states after ``past_lengths`` tokens in fp32, [b, H, ., .]; zero at position 0, without looking."""
     state = ssm_snapshots[slots, past_lengths % ssm_snapshots.size(1)].float()
     return torch.where((past_lengths > 0)[:, None, None, None], state, 0.0)
