@@ -7,7 +7,8 @@ import torch
 
 from tests.cases import Mamba2Case
 from tests.kernels.emulation import Emulator
-from tests.ops.driver import Mamba2Driver, Row, Window, bits
+from tests.ops.driver import Row, bits
+from tests.ops.mamba2_driver import Mamba2Driver, Window
 from tests.plugins.plugin_ops import mamba2_specialization
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.loader import device_architecture

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.cases import CONV_DEVICE_CASES, DEVICE_CASES, DTYPES, Mamba2Case
-from tests.ops.driver import Mamba2Driver, Row, live, make_pools
+from tests.ops.driver import Row, live
+from tests.ops.mamba2_driver import Mamba2Driver, make_pools
 from tests.ops.test_causal_conv1d import ConvDriver
 
 pytestmark = pytest.mark.gpu

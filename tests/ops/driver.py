@@ -39,13 +39,17 @@ class Sequence64(Protocol):
 
 
 def relative_error(found: Tensor, expected: np.ndarray) -> float:
-    """Return the largest error of any leading index, relative to the largest magnitude there; inf for non-finite."""
+    """Return the largest error of any leading index, relative to the largest magnitude there; inf for non-finite.
+
+    Where zeros are expected, zeros have no error, and anything else an infinite one.
+    """
     if found.numel() == 0:
         return 0.0
     got = found.double().cpu().numpy().reshape(len(expected), -1)
     want = expected.reshape(len(expected), -1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        errors = np.abs(got - want).max(1) / np.abs(want).max(1)
+        differences = np.abs(got - want).max(1)
+        errors = np.where(differences == 0, 0.0, differences / np.abs(want).max(1))
     return float(errors.max()) if np.isfinite(errors).all() else np.inf
 
 
@@ -175,7 +179,7 @@ class Driver(ABC):
             assert (bits(y[index, used:]) == 0).all(), f"row {index}: outputs beyond its tokens are not zero"
             if row.slot >= 0:
                 self._check_row(y[index], row, [part[index] for part in window], is_prefill)
-        self._commit([row for row in rows if row.slot >= 0], is_prefill)
+        self.commit([row for row in rows if row.slot >= 0], is_prefill=is_prefill)
         return y
 
     def is_due(self, slot: int) -> bool:
@@ -216,7 +220,8 @@ class Driver(ABC):
             changed = (bits(pool) != before[name]).flatten(allowed.dim()).any(-1)
             assert not (changed & ~allowed).any(), f"{name}: bytes changed that belong to no window or flush"
 
-    def _commit(self, rows: Sequence[Row], is_prefill: bool) -> None:
+    def commit(self, rows: Sequence[Row], *, is_prefill: bool) -> None:
+        """Advance the lengths of the rows' slots by what they accept."""
         slots = [row.slot for row in rows]
         past, checkpoint = int32([self.past[s] for s in slots]), int32([self.checkpoint[s] for s in slots])
         if is_prefill:

@@ -54,7 +54,7 @@ class ConventionalDriver(Driver):
         if is_prefill:
             assert row.accepted == row.num_tokens
 
-    def _commit(self, rows: Sequence[Row], is_prefill: bool) -> None:
+    def commit(self, rows: Sequence[Row], *, is_prefill: bool) -> None:
         for row in rows:
             self.past[row.slot] += row.accepted
 

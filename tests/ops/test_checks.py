@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import Mamba2Case
+from tests.cases import GatedDeltaNetCase, Mamba2Case
 from tests.ops.driver import bits, int32
+from tests.ops.gated_delta_net_driver import GatedDeltaNetDriver
 from tests.ops.mamba2_driver import make_pools
 from trtllm_replayssm import ops
 from trtllm_replayssm.errors import OpArgumentError
 
 CASE = Mamba2Case("checks", 4, 8, 6, 2, 8, 3, "float32")
+GATED_DELTA_NET = GatedDeltaNetCase("checks", 2, 4, 6, 8, 8, 3, "float32")
 Arguments = dict[str, Any]
 
 
@@ -37,6 +39,25 @@ def mamba2_arguments() -> Arguments:
     }
 
 
+def gated_delta_net_arguments() -> Arguments:
+    return {
+        "q": torch.randn(2, 4, 2, 6),
+        "k": torch.randn(2, 4, 2, 6),
+        "v": torch.randn(2, 4, 4, 8),
+        "a": torch.randn(2, 4, 4),
+        "b": torch.randn(2, 4, 4),
+        "A_log": torch.zeros(4),
+        "dt_bias": torch.zeros(4),
+        **GatedDeltaNetDriver(GATED_DELTA_NET, num_slots=3).pools,
+        "past_lengths": int32([7, 0]),
+        "checkpoint_lengths": int32([0, 0]),
+        "num_tokens": int32([4, 4]),
+        "slot_ids": int32([2, 0]),
+        "history": 8,
+        "max_draft_len": 3,
+    }
+
+
 def conv_arguments() -> Arguments:
     return {
         "x": torch.randn(2, 4, 6),
@@ -50,10 +71,19 @@ def conv_arguments() -> Arguments:
     }
 
 
-def conventional_arguments() -> Arguments:
-    kept = ("x", "dt", "B", "C", "A", "D", "dt_bias", "past_lengths", "num_tokens", "slot_ids", "max_draft_len")
-    arguments = mamba2_arguments()
-    return {**{name: arguments[name] for name in kept}, "ssm_snapshots": torch.full((3, 5, 4, 8, 6), torch.nan)}
+def conventional_arguments(replayed: Arguments, *state_shape: int) -> Arguments:
+    """Return the arguments of the conventional op beside those of the one that replays."""
+    dropped = {"ssm_state", "checkpoint_lengths", "history", *(name for name in replayed if name.endswith("_ring"))}
+    kept = {name: value for name, value in replayed.items() if name not in dropped}
+    return {**kept, "ssm_snapshots": torch.full((3, 5, *state_shape), torch.nan)}
+
+
+def mamba2_conventional_arguments() -> Arguments:
+    return conventional_arguments(mamba2_arguments(), 4, 8, 6)
+
+
+def gated_delta_net_conventional_arguments() -> Arguments:
+    return conventional_arguments(gated_delta_net_arguments(), 4, 6, 8)
 
 
 def advance_arguments() -> Arguments:
@@ -103,6 +133,30 @@ BAD_MAMBA2: list[tuple[str, Any, list[str]]] = [
     ("max_draft_len", True, ["max_draft_len: found True"]),
 ]
 
+BAD_GATED_DELTA_NET: list[tuple[str, Any, list[str]]] = [
+    ("q", torch.zeros(2, 4, 12), ["q: found shape (2, 4, 12)", "[batch, S, Hk, K]"]),
+    ("q", torch.zeros(2, 4, 2, 6, dtype=torch.float16), ["k: found torch.float32", "torch.float16, the type of q"]),
+    ("k", torch.zeros(2, 4, 2, 5), ["k: found shape (2, 4, 2, 5)", "K = 6 comes from q"]),
+    ("v", torch.zeros(2, 4, 5, 8), ["a: found shape (2, 4, 4)", "Hv = 5 comes from v"]),
+    ("a", torch.zeros(2, 4, 4, dtype=torch.bfloat16), ["a: found torch.bfloat16", "torch.float32"]),
+    ("b", torch.zeros(2, 4, 2), ["b: found shape (2, 4, 2)", "Hv = 4 comes from v"]),
+    ("A_log", torch.zeros(4, dtype=torch.bfloat16), ["A_log: found torch.bfloat16", "torch.float32"]),
+    ("dt_bias", torch.zeros(1), ["dt_bias: found shape (1,)", "Hv = 4"]),
+    ("ssm_state", torch.zeros(3, 4, 8, 6), ["ssm_state: found shape (3, 4, 8, 6)", "K = 6 comes from q"]),
+    ("ssm_state", torch.zeros(1, 4, 6, 8).expand(3, 4, 6, 8), ["ssm_state: found strides (0, 48, 8, 1)", "Expanded"]),
+    ("k_ring", torch.zeros(3, 12, 2, 6).half(), ["k_ring: found torch.float16", "the type of q"]),
+    ("k_ring", torch.zeros(3, 12, 4, 6), ["k_ring: found shape (3, 12, 4, 6)", "Hk = 2 comes from q"]),
+    ("u_ring", torch.zeros(3, 12, 4, 8).bfloat16(), ["u_ring: found torch.bfloat16", "torch.float32"]),
+    ("u_ring", torch.zeros(3, 13, 4, 8), ["u_ring: found shape (3, 13, 4, 8)", "R = 12 comes from k_ring"]),
+    ("g_ring", torch.zeros(3, 12, 4).half(), ["g_ring: found torch.float16", "torch.float32"]),
+    ("past_lengths", int32([9, 0]), ["checkpoint_lengths[0]: found 0", "past_lengths[0] = 9", "history = 8"]),
+    ("num_tokens", int32([4, 5]), ["num_tokens[1]: found 5", "0 to 4"]),
+    ("slot_ids", int32([1, 1]), ["slot_ids: found [1, 1]", "at most once"]),
+    ("slot_ids", int32([3, 0]), ["slot_ids: found [3, 0]", "0 to 2"]),
+    ("history", 3, ["history: found 3 with max_draft_len=3", "at least 4"]),
+    ("history", 9, ["rows R of k_ring, u_ring and g_ring: found 12", "at least 13", "history=9 and max_draft_len=3"]),
+]
+
 BAD_CONV: list[tuple[str, Any, list[str]]] = [
     ("x", torch.zeros(2, 6), ["x: found shape (2, 6)", "[batch, S, D]"]),
     ("weight", torch.zeros(6, 1, 4), ["weight: found shape (6, 1, 4)", "[D, d_conv]"]),
@@ -129,10 +183,24 @@ BAD_CONVENTIONAL: list[tuple[str, Any, list[str]]] = [
     ("slot_ids", int32([0, 0]), ["slot_ids: found [0, 0]"]),
 ]
 
+BAD_GATED_DELTA_NET_CONVENTIONAL: list[tuple[str, Any, list[str]]] = [
+    ("ssm_snapshots", torch.zeros(3, 4, 4, 6, 8), ["ssm_snapshots' rows: found 4", "needed 5"]),
+    ("ssm_snapshots", torch.zeros(3, 5, 4, 8, 6), ["ssm_snapshots: found shape"]),
+    ("max_draft_len", -1, ["max_draft_len: found -1"]),
+    ("slot_ids", int32([0, 0]), ["slot_ids: found [0, 0]"]),
+]
+
 OPS = (
     ("ops.mamba2", ops.mamba2, mamba2_arguments, BAD_MAMBA2),
     ("ops.causal_conv1d", ops.causal_conv1d, conv_arguments, BAD_CONV),
-    ("ops.mamba2_conventional", ops.mamba2_conventional, conventional_arguments, BAD_CONVENTIONAL),
+    ("ops.mamba2_conventional", ops.mamba2_conventional, mamba2_conventional_arguments, BAD_CONVENTIONAL),
+    ("ops.gated_delta_net", ops.gated_delta_net, gated_delta_net_arguments, BAD_GATED_DELTA_NET),
+    (
+        "ops.gated_delta_net_conventional",
+        ops.gated_delta_net_conventional,
+        gated_delta_net_conventional_arguments,
+        BAD_GATED_DELTA_NET_CONVENTIONAL,
+    ),
 )
 ADVANCE = ("ops.advance", ops.advance, advance_arguments)
 
@@ -208,7 +276,7 @@ def test_the_arguments_that_the_bad_ones_are_made_from_are_good(
     op: Callable[..., Tensor], make: Callable[[], Arguments]
 ) -> None:
     arguments = make()
-    assert op(**arguments).shape == arguments["x"].shape
+    assert op(**arguments).shape == arguments["x" if "x" in arguments else "v"].shape
 
 
 def test_groups_that_do_not_divide_the_heads_are_refused() -> None:
@@ -216,6 +284,24 @@ def test_groups_that_do_not_divide_the_heads_are_refused() -> None:
     arguments |= {"B": torch.zeros(2, 4, 3, 6), "C": torch.zeros(2, 4, 3, 6), "B_ring": torch.zeros(3, 12, 3, 6)}
     with pytest.raises(OpArgumentError, match="heads H: found 4; needed a multiple of 3"):
         ops.mamba2(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [
+        (ops.gated_delta_net, gated_delta_net_arguments),
+        (ops.gated_delta_net_conventional, gated_delta_net_conventional_arguments),
+    ],
+)
+def test_key_heads_that_do_not_divide_the_value_heads_are_refused(
+    op: Callable[..., Tensor], make: Callable[[], Arguments]
+) -> None:
+    arguments = make()
+    arguments |= {"q": torch.zeros(2, 4, 3, 6), "k": torch.zeros(2, 4, 3, 6)}
+    if "k_ring" in arguments:
+        arguments["k_ring"] = torch.zeros(3, 12, 3, 6)
+    with pytest.raises(OpArgumentError, match="heads Hv: found 4; needed a multiple of 3"):
+        op(**arguments)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.oracle import causal_conv1d, mamba2
+from tests.oracle import causal_conv1d, gated_delta_net, mamba2
 
 
 def test_the_oracle_imports_numpy_and_the_standard_library_alone() -> None:
@@ -34,6 +34,34 @@ def test_heads_take_the_group_of_their_block() -> None:
 def test_softplus_neither_overflows_nor_loses_small_values() -> None:
     np.testing.assert_allclose(mamba2.softplus(np.array([-800.0, 0.0, 800.0])), [0.0, np.log(2), 800.0])
     np.testing.assert_allclose(mamba2.softplus(np.array([-30.0])), np.exp([-30.0]), rtol=1e-12)
+
+
+def delta_net(n_heads: int, key_dim: int, *, A_log: float = -np.inf) -> gated_delta_net.GatedDeltaNetSequence:
+    """A sequence without values yet; without decay unless A_log says so."""
+    return gated_delta_net.GatedDeltaNetSequence(np.full(n_heads, A_log), np.zeros(n_heads), key_dim, value_dim=1)
+
+
+def test_the_delta_rule_moves_the_answer_to_a_key_by_beta_towards_the_value() -> None:
+    """With one key, beta = 1/2 and v = 8: S^T k runs 4, 6, 7, ...; a query orthogonal to it reads nothing."""
+    sequence, key, value, zero = delta_net(1, 2), 1e6 * np.eye(2)[:1], np.full((1, 1), 8.0), np.zeros(1)
+    for answer in (4.0, 6.0, 7.0, 7.5):
+        o = sequence.step(key, key, value, zero, zero)
+        np.testing.assert_allclose(o, [[answer / np.sqrt(2)]], rtol=1e-12)
+    o = sequence.step(1e6 * np.eye(2)[1:], key, value, zero, zero)
+    np.testing.assert_allclose(o, [[0.0]], atol=1e-12)
+
+
+def test_the_state_decays_before_it_predicts() -> None:
+    """A = 1 and softplus(0) = ln 2 halve it: 8 becomes 4, of which beta = 1/2 leaves 2, and half of v = 2 is added."""
+    sequence, key, zero = delta_net(1, 1, A_log=0.0), np.full((1, 1), 1e6), np.zeros(1)
+    sequence.state[:] = 8.0
+    np.testing.assert_allclose(sequence.step(key, key, np.full((1, 1), 2.0), zero, zero), [[3.0]], rtol=1e-12)
+
+
+def test_value_heads_take_the_key_head_of_their_block_and_short_keys_stay_short() -> None:
+    keys, zero = np.array([[1e6], [1e-3]]), np.zeros(4)
+    o = delta_net(4, 1).step(np.full((2, 1), 1e6), keys, np.full((4, 1), 2.0), zero, zero)
+    np.testing.assert_allclose(o[:, 0], [1, 1, np.sqrt(0.5), np.sqrt(0.5)], rtol=1e-6)
 
 
 def test_the_last_tap_of_the_convolution_is_the_newest_token() -> None:

@@ -28,7 +28,7 @@ from trtllm_replayssm.ops.reference.slots import (
     window_mask,
 )
 
-# Tokens per block of the prefill scan: enough that the state is read seldom, few enough that [S, S] matrices stay small.
+# Tokens per block of the prefill scan: enough to read the state seldom, few enough to keep [S, S] matrices small.
 CHUNK_SIZE = 64
 
 _NORM_EPS = 1e-6
