@@ -14,14 +14,21 @@ from torch import Tensor
 
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2
 from trtllm_replayssm.plugins import layouts
 from trtllm_replayssm.plugins.loader import device_architecture, launch, load
-from trtllm_replayssm.plugins.params import causal_conv1d_params, causal_conv1d_role, mamba2_params
+from trtllm_replayssm.plugins.params import (
+    causal_conv1d_params,
+    causal_conv1d_role,
+    gated_delta_net_params,
+    mamba2_params,
+)
 from trtllm_replayssm.plugins.specialize import VECTOR_BYTES, CausalConv1dSpecialization, Mamba2Specialization, Role
+from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
 
-# dt is read number by number; the other pools 16 bytes at a time.
+# dt and g are read number by number; the other pools 16 bytes at a time.
 _MAMBA2_SLOTS = {"ssm_state": VECTOR_BYTES, "x_ring": VECTOR_BYTES, "B_ring": VECTOR_BYTES, "dt_ring": 4}
+_GATED_DELTA_NET_SLOTS = {"ssm_state": VECTOR_BYTES, "k_ring": VECTOR_BYTES, "u_ring": VECTOR_BYTES, "g_ring": 4}
 
 
 def mamba2(tensors: Mapping[str, Tensor], *, history: int, max_draft_len: int) -> Tensor:
@@ -56,6 +63,39 @@ def mamba2(tensors: Mapping[str, Tensor], *, history: int, max_draft_len: int) -
     params = mamba2_params(tuple(tensors[name] for name in MAMBA2.inputs), y)
     launch(load(specialization, role, x.device.index), params, num_rows, x.device)
     return y
+
+
+def gated_delta_net(tensors: Mapping[str, Tensor], *, history: int, max_draft_len: int) -> Tensor:
+    """Run a step (S <= 1 + max_draft_len) or a prefill of Gated DeltaNet; pool and rings are updated in place.
+
+    Args:
+        tensors: by name, the tensors of ``ops.gated_delta_net``, on one CUDA device.
+        history: most pending rows W.
+        max_draft_len: most draft tokens of a window, T - 1.
+
+    Returns:
+        o, [B, S, Hv, V] of the activation type, contiguous.
+
+    Raises:
+        OpArgumentError: a layout that the kernels do not read (``plugins.layouts``): q, k, v, a and b may be strided
+            but for their innermost axis, pools between their slots, and nothing else. Nothing has been written then.
+        UnsupportedError: no kernel for these shapes or this device.
+        BackendError: cuda-core or NVRTC is not installed, or the driver refuses the launch.
+    """
+    layouts.check("ops.gated_delta_net", tensors, strided=("q", "k", "v", "a", "b"), slots=_GATED_DELTA_NET_SLOTS)
+    k, v = tensors["k"], tensors["v"]
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    num_rows, seq_len, n_value_heads, value_dim = v.shape
+    if num_rows == 0 or seq_len == 0:
+        return o
+    specialization = _gated_delta_net(
+        (k.shape[2], n_value_heads, k.shape[3], value_dim, history, max_draft_len),
+        (v.dtype, tensors["ssm_state"].dtype, tensors["a"].dtype),
+    )
+    role: Role = "prefill" if protocol.is_prefill(seq_len, max_draft_len) else "step"
+    params = gated_delta_net_params(tuple(tensors[name] for name in GATED_DELTA_NET.inputs), o)
+    launch(load(specialization, role, v.device.index), params, num_rows, v.device)
+    return o
 
 
 def causal_conv1d(tensors: Mapping[str, Tensor | None], *, activation: str | None) -> Tensor:
@@ -114,6 +154,23 @@ def _mamba2(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Mamba2Sp
         activation_dtype=cast(ActivationDtype, activation),
         state_dtype=cast(StateDtype, state),
         dt_dtype=cast(ActivationDtype, dt),
+    )
+
+
+@cache
+def _gated_delta_net(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> GatedDeltaNetSpecialization:
+    activation, state, gate = (_dtype_name(dtype) for dtype in dtypes)
+    n_key_heads, n_value_heads, key_dim, value_dim, history, max_draft_len = sizes
+    return GatedDeltaNetSpecialization(
+        n_key_heads=n_key_heads,
+        n_value_heads=n_value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        history=history,
+        max_draft_len=max_draft_len,
+        activation_dtype=cast(ActivationDtype, activation),
+        state_dtype=cast(StateDtype, state),
+        gate_dtype=cast(ActivationDtype, gate),
     )
 
 

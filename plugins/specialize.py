@@ -5,7 +5,7 @@ assert at compile time that their own layout needs the threads and the shared by
 """
 
 from dataclasses import asdict, dataclass
-from typing import Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, get_args
 
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, Mamba2Geometry, ReplayGeometry, StateDtype
@@ -13,6 +13,9 @@ from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins import chunk_shape, pipeline_shape
 from trtllm_replayssm.plugins.chunk_shape import ChunkShape
 from trtllm_replayssm.plugins.pipeline_shape import PipelineShape
+
+if TYPE_CHECKING:
+    from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
 
 Role = Literal["step", "prefill", "pipelined_step", "one_token_step"]
 ROLES: tuple[Role, ...] = ("step", "prefill")
@@ -25,7 +28,7 @@ Kernel = Literal[Role, "chunked_prefill"]
 MAX_ROWS = 65535
 """As in ``kernels/common/protocol.h``: most rows of a step."""
 CPP_TYPES = {"float32": "float", "float16": "replay::float16", "bfloat16": "replay::bfloat16"}
-_WARP = 32
+WARP = 32
 VECTOR_BYTES = 16
 """The widest access of one thread."""
 # Lanes that share a state row: eight 16-byte loads are one 128-byte line, and a sum over them takes three shuffles.
@@ -33,7 +36,7 @@ _MAX_LANES_PER_ROW = 8
 # fp32 values of the state that a thread holds in registers: with the rest of the kernel a step takes 111 registers and
 # a prefill 128, so that three thread blocks of 160 threads fit on an SM.
 _MAX_STATE_VALUES_PER_THREAD = 64
-_MIN_WARPS, _MAX_WARPS = 4, 16
+_MINWARPS, _MAXWARPS = 4, 16
 # The two buffers of the prefill scan: several thread blocks per SM, and within the 48 KiB that need no opt-in.
 _PREFILL_BUFFER_BYTES = 48 * 1024
 _CHUNK_SIZES = (32, 16, 8, 4)
@@ -117,9 +120,9 @@ class Mamba2Specialization:
 
     def __post_init__(self) -> None:
         protocol.check_history(self.history, self.max_draft_len)
-        _require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
-        _require_dtype("state_dtype", self.state_dtype, get_args(StateDtype))
-        _require_dtype("dt_dtype", self.dt_dtype, (self.activation_dtype, "float32"))
+        require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
+        require_dtype("state_dtype", self.state_dtype, get_args(StateDtype))
+        require_dtype("dt_dtype", self.dt_dtype, (self.activation_dtype, "float32"))
         supported = (
             self.n_heads >= 1
             and self.n_groups >= 1
@@ -165,9 +168,9 @@ class Mamba2Specialization:
     @property
     def num_warps(self) -> int:
         """Warps per thread block: the fewest, from four up, whose registers hold the head's state."""
-        row_groups = self.head_dim * self.lanes_per_row // _WARP
+        row_groups = self.head_dim * self.lanes_per_row // WARP
         values = self.d_state // self.lanes_per_row
-        for warps in range(min(_MIN_WARPS, row_groups), _MAX_WARPS + 1):
+        for warps in range(min(_MINWARPS, row_groups), _MAXWARPS + 1):
             if row_groups % warps == 0 and row_groups // warps * values <= _MAX_STATE_VALUES_PER_THREAD:
                 return warps
         raise AssertionError("every supported head_dim and d_state has a tile")
@@ -220,7 +223,7 @@ class Mamba2Specialization:
             chunks = self._require_chunks()
             return LaunchShape(symbol, self.n_heads * chunks.head_slices, chunks.block_threads, chunks.shared_bytes)
         shared = self._step_shared_bytes() if kernel == "step" else self._prefill_shared_bytes(self.chunk_size)
-        return LaunchShape(symbol, self.n_heads, self.num_warps * _WARP, shared)
+        return LaunchShape(symbol, self.n_heads, self.num_warps * WARP, shared)
 
     def defines(self, kernel: Kernel) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
@@ -297,7 +300,7 @@ class CausalConv1dSpecialization:
     folder = "causal_conv1d"
 
     def __post_init__(self) -> None:
-        _require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
+        require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
         if self.conv_dim < 1 or not 2 <= self.d_conv <= 8:
             raise UnsupportedError(
                 f"causal convolution kernel: found conv_dim={self.conv_dim}, d_conv={self.d_conv}; needed conv_dim "
@@ -344,7 +347,7 @@ class CausalConv1dSpecialization:
         }
 
 
-Specialization = Mamba2Specialization | CausalConv1dSpecialization
+Specialization: TypeAlias = "Mamba2Specialization | CausalConv1dSpecialization | GatedDeltaNetSpecialization"
 
 
 def constants_of(specialization: Specialization) -> str:
@@ -353,6 +356,11 @@ def constants_of(specialization: Specialization) -> str:
     return " ".join([specialization.folder, *(f"{name}={value}" for name, value in pairs)])
 
 
-def _require_dtype(name: str, found: str, accepted: tuple[str, ...]) -> None:
+def require_dtype(name: str, found: str, accepted: tuple[str, ...]) -> None:
+    """Refuse a type that no kernel is compiled for.
+
+    Raises:
+        UnsupportedError: found is not accepted.
+    """
     if found not in accepted:
         raise UnsupportedError(f"{name}: found {found!r}; needed one of {', '.join(dict.fromkeys(accepted))}.")

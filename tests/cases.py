@@ -126,7 +126,7 @@ class GatedDeltaNetCase(ReplayCase):
 
     @property
     def runs_on(self) -> tuple[str, ...]:
-        return ("cpu",)
+        return ("cpu", "cuda") if self in GATED_DELTA_NET_CASES else ("cpu",)
 
     def bound(self, device: str) -> tolerances.Bound:
         return tolerances.GATED_DELTA_NET[device, self.activation, self.state]
@@ -209,16 +209,18 @@ FP32_CASES = (
     Mamba2Case("W32-T5", 2, 80, 8, 2, 32, 4, "float32", spare_ring_rows=5),
 )
 
-# Gated DeltaNet: heads of Qwen3-Next and Qwen3.5, fewer of them, and every type; then small ones in fp32.
+# Gated DeltaNet: heads of Qwen3-Next and Qwen3.5, fewer of them, and every type. There are kernels for these.
 GATED_DELTA_NET_CASES = (
     GatedDeltaNetCase("qwen3_next-decode", 2, 4, 128, 128, 16, 0),
     GatedDeltaNetCase("qwen3_next-T4", 2, 4, 128, 128, 16, 3, gate="float32"),
     GatedDeltaNetCase("qwen3_5-T8-W32", 1, 3, 128, 128, 32, 7, spare_ring_rows=3),
     GatedDeltaNetCase("K64-V96-T2-W8-fp16", 2, 2, 64, 96, 8, 1, "float16"),
-    GatedDeltaNetCase("T3-fp32", 1, 4, 128, 64, 16, 2, "float32"),
-    GatedDeltaNetCase("state_bf16", 2, 4, 64, 64, 16, 3, state="bfloat16"),
-    GatedDeltaNetCase("state_fp16", 2, 4, 64, 64, 16, 3, "float16", "float16"),
+    GatedDeltaNetCase("gdn-T3-fp32", 1, 4, 128, 64, 16, 2, "float32", spare_ring_rows=1),
+    GatedDeltaNetCase("gdn-W1-fp32", 1, 2, 48, 32, 1, 0, "float32"),
+    GatedDeltaNetCase("gdn-state_bf16", 2, 4, 64, 64, 16, 3, state="bfloat16"),
+    GatedDeltaNetCase("gdn-state_fp16", 2, 4, 128, 32, 16, 3, "float16", "float16", "float32"),
 )
+# Small, in fp32.
 GATED_DELTA_NET_FP32_CASES = (
     GatedDeltaNetCase("gdn-decode", 1, 2, 16, 8, 16, 0, "float32"),
     GatedDeltaNetCase("gdn-T4", 2, 4, 16, 8, 16, 3, "float32"),

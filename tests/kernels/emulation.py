@@ -1,7 +1,6 @@
 """Run the very CUDA sources on the CPU: compiled by g++ against ``emulator/host_cuda.h``, on torch CPU tensors.
 
-``Emulator.mamba2`` and ``Emulator.causal_conv1d`` have the signatures of the ops; the same ``Params`` are packed as by
-``plugins.launch``.
+The methods of ``Emulator`` have the signatures of the ops; the same ``Params`` are packed as by ``plugins.launch``.
 """
 
 import ctypes
@@ -20,17 +19,27 @@ from torch import Tensor
 
 from trtllm_replayssm.contract import plugin_io
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.params import causal_conv1d_params, causal_conv1d_role, mamba2_params
+from trtllm_replayssm.plugins.params import (
+    causal_conv1d_params,
+    causal_conv1d_role,
+    gated_delta_net_params,
+    mamba2_params,
+)
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
     Kernel,
     Mamba2Specialization,
     Specialization,
 )
+from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
 
 EMULATOR_DIR = Path(__file__).parent / "emulator"
 _STALE_BYTES = 2**18
-PARAMS = {"mamba2": "Mamba2Params", "causal_conv1d": "CausalConv1dParams"}
+PARAMS = {
+    "mamba2": "Mamba2Params",
+    "causal_conv1d": "CausalConv1dParams",
+    "gated_delta_net": "GatedDeltaNetParams",
+}
 
 
 def compile_host(output: Path, source: Path, defines: dict[str, str], *include_dirs: Path) -> ctypes.CDLL:
@@ -110,6 +119,26 @@ class Emulator:
         kernel = (self.kernel or "step") if x.shape[1] <= specialization.window else self.prefill
         self._run(specialization, kernel, params, inputs, y)
         return y
+
+    def gated_delta_net(self, *, history: int, max_draft_len: int, **tensors: Tensor) -> Tensor:
+        """Emulate ``ops.gated_delta_net`` on CUDA."""
+        k, v = tensors["k"], tensors["v"]
+        specialization = GatedDeltaNetSpecialization(
+            n_key_heads=k.shape[2],
+            n_value_heads=v.shape[2],
+            key_dim=k.shape[3],
+            value_dim=v.shape[3],
+            history=history,
+            max_draft_len=max_draft_len,
+            activation_dtype=dtype_name(v),
+            state_dtype=dtype_name(tensors["ssm_state"]),
+            gate_dtype=dtype_name(tensors["a"]),
+        )
+        o = torch.full(v.shape, torch.nan, dtype=v.dtype)
+        inputs = tuple(tensors[name] for name in plugin_io.GATED_DELTA_NET.inputs)
+        kernel = (self.kernel or "step") if v.shape[1] <= specialization.window else self.prefill
+        self._run(specialization, kernel, gated_delta_net_params(inputs, o), inputs, o)
+        return o
 
     def causal_conv1d(self, *, activation: str | None, **tensors: Tensor | None) -> Tensor:
         """Emulate ``ops.causal_conv1d`` on CUDA."""

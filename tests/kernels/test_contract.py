@@ -8,12 +8,18 @@ import pytest
 from tests.kernels.emulation import compile_host
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, CausalConv1dParams, Mamba2Params
+from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, CausalConv1dParams, GatedDeltaNetParams, Mamba2Params
 from trtllm_replayssm.plugins.specialize import MAX_ROWS
 
 
 @pytest.mark.parametrize(
-    ("folder", "struct"), [("mamba2", Mamba2Params), ("causal_conv1d", CausalConv1dParams)], ids=["mamba2", "conv1d"]
+    ("folder", "struct"),
+    [
+        ("mamba2", Mamba2Params),
+        ("causal_conv1d", CausalConv1dParams),
+        ("gated_delta_net", GatedDeltaNetParams),
+    ],
+    ids=["mamba2", "conv1d", "gated_delta_net"],
 )
 def test_params_have_the_layout_of_the_header(folder: str, struct: type[ctypes.Structure], tmp_path: Path) -> None:
     name = struct.__name__

@@ -7,9 +7,9 @@ so that a checker sees every read of memory that the protocol calls dead.
 import pytest
 import torch
 
-from tests.cases import CONV_DEVICE_CASES, DEVICE_CASES, DTYPES, Mamba2Case
+from tests.cases import ALL_CASES, CONV_DEVICE_CASES, DTYPES, ReplayCase
 from tests.ops.driver import Row, live
-from tests.ops.mamba2_driver import Mamba2Driver, make_pools
+from tests.ops.drivers import replayed
 from tests.ops.test_causal_conv1d import ConvDriver
 
 pytestmark = pytest.mark.gpu
@@ -23,20 +23,19 @@ LIVES = (
     "P80-T8-W8-fp16",
     "W2-T2-fp32",
     "state_fp16",
+    "qwen3_next-T4",
+    "gdn-T3-fp32",
+    "gdn-W1-fp32",
+    "gdn-state_fp16",
 )
 
 
-class FreshMemoryDriver(Mamba2Driver):
-    """Leaves the pools as they were allocated."""
-
-    def poison_unused(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("case", [case for case in DEVICE_CASES if case.name in LIVES], ids=lambda case: case.name)
-def test_slots_live_in_fresh_memory(case: Mamba2Case) -> None:
-    pools = {name: torch.empty_like(pool, device="cuda") for name, pool in make_pools(case, 2, "meta").items()}
-    driver = FreshMemoryDriver(case, "cuda", num_slots=2, seed=3, pools=pools)
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.name in LIVES], ids=lambda case: case.name)
+def test_slots_live_in_fresh_memory(case: ReplayCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = replayed(case, "meta", num_slots=2).make_pools()
+    pools = {name: torch.empty_like(pool, device="cuda") for name, pool in shapes.items()}
+    driver = replayed(case, "cuda", num_slots=2, seed=3, pools=pools)
+    monkeypatch.setattr(driver, "poison_unused", lambda: None)  # leave the pools as they were allocated
     live(driver)
     driver.assert_within_bounds()
     assert driver.flushes >= 4, "two prefills and a flush of each slot at least"

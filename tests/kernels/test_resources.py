@@ -9,7 +9,7 @@ from tests.kernels.cubin import resources
 from tests.kernels.test_specialize import changed
 from tests.pairwise import Case, pairwise
 from trtllm_replayssm.plugins import build
-from trtllm_replayssm.plugins.specialize import Mamba2Specialization, Role
+from trtllm_replayssm.plugins.specialize import Role, Specialization
 
 # n_heads x head_dim.
 MAIN_SHAPES = ((128, 80), (96, 80), (64, 64), (128, 64), (256, 64))
@@ -31,7 +31,7 @@ SIZES_AND_TYPES: dict[str, Sequence[Any]] = {
 
 
 class Kernel(NamedTuple):
-    specialization: Mamba2Specialization
+    specialization: Specialization
     role: Role
     architecture: str
 

@@ -304,6 +304,13 @@ def test_key_heads_that_do_not_divide_the_value_heads_are_refused(
         op(**arguments)
 
 
+def test_gates_of_two_types_are_refused() -> None:
+    arguments = gated_delta_net_arguments()
+    arguments |= {name: arguments[name].half() for name in ("q", "k", "v", "k_ring", "b")}
+    with pytest.raises(OpArgumentError, match=r"ops.gated_delta_net: b: found torch.float16; needed torch.float32"):
+        ops.gated_delta_net(**arguments)
+
+
 @pytest.mark.gpu
 def test_layouts_that_kernels_cannot_read_are_refused_on_the_device() -> None:
     arguments: Arguments = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in mamba2_arguments().items()}

@@ -201,6 +201,20 @@ def check_multiple(op: str, what: str, found: int, divisor: int, rule: str) -> N
         raise OpArgumentError(f"{op}: {what}: found {found}; needed a multiple of {divisor} ({rule}).")
 
 
+def check_same_type(op: str, **tensors: Tensor) -> None:
+    """Refuse a tensor that has not the type of the one named last.
+
+    Raises:
+        OpArgumentError: the types differ.
+    """
+    *others, model = tensors
+    for name in others:
+        if tensors[name].dtype != tensors[model].dtype:
+            raise OpArgumentError(
+                f"{op}: {name}: found {tensors[name].dtype}; needed {tensors[model].dtype}, the type of {model}."
+            )
+
+
 def check_slots(op: str, slot_ids: Tensor, num_slots: int) -> None:
     """Refuse slots that are out of range or named twice; -1 marks padding. Reads memory on the CPU alone.
 

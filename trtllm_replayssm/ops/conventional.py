@@ -129,7 +129,7 @@ def gated_delta_net_conventional(
         k: [B, S, Hk, K], activation type; raw.
         v: [B, S, Hv, V], activation type; value head h uses key head h // (Hv / Hk).
         a: [B, S, Hv], activation type or float32; raw, before bias and softplus.
-        b: [B, S, Hv], activation type or float32; raw, before the sigmoid.
+        b: [B, S, Hv], a's type; raw, before the sigmoid.
         A_log: [Hv] float32, as checkpoints store it.
         dt_bias: [Hv] float32.
         ssm_snapshots: [slots, T + 1, Hv, K, V] float32, float16 or bfloat16, in-out.
@@ -162,6 +162,7 @@ def gated_delta_net_conventional(
         "slot_ids": slot_ids,
     }
     size = checks.check_tensors(_GATED_DELTA_NET, _GATED_DELTA_NET_TABLE, tensors)
+    checks.check_same_type(_GATED_DELTA_NET, b=b, a=a)
     checks.check_multiple(_GATED_DELTA_NET, "v's heads Hv", size["Hv"], size["Hk"], "the heads Hk of q and k")
     _check_snapshots(_GATED_DELTA_NET, size, max_draft_len)
     if q.is_meta:

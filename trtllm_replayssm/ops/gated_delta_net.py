@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.ops import checks
 from trtllm_replayssm.ops.reference import gated_delta_net as reference
 from trtllm_replayssm.ops.reference.slots import Cursors
@@ -71,7 +70,7 @@ def gated_delta_net(
         k: [B, S, Hk, K], activation type; raw.
         v: [B, S, Hv, V], activation type; value head h uses key head h // (Hv / Hk).
         a: [B, S, Hv], activation type or float32; raw, before bias and softplus.
-        b: [B, S, Hv], activation type or float32; raw, before the sigmoid.
+        b: [B, S, Hv], a's type; raw, before the sigmoid.
         A_log: [Hv] float32, as checkpoints store it.
         dt_bias: [Hv] float32.
         ssm_state: [slots, Hv, K, V] float32, float16 or bfloat16, in-out: the checkpoints.
@@ -89,9 +88,9 @@ def gated_delta_net(
         o, [B, S, Hv, V] of the activation type, contiguous; zero in padding rows and at tokens s >= num_tokens.
 
     Raises:
-        OpArgumentError: wrong shape, type, device or layout, W < T, too few ring rows; also impossible lengths or
-            slots. Nothing has been written then.
-        UnsupportedError: tensors on a CUDA device: there are no kernels for this op yet.
+        OpArgumentError: wrong shape, type, device or layout, W < T, too few ring rows; on the CPU also impossible
+            lengths or slots. Nothing has been written then.
+        UnsupportedError: no kernel for these shapes on CUDA.
 
     Note:
         Computed in fp32; outputs and checkpoints are rounded once. Keys and queries longer than 1e19 overflow the sum
@@ -119,15 +118,11 @@ def gated_delta_net(
         "slot_ids": slot_ids,
     }
     size = checks.check_tensors(_OP, _TABLE, tensors)
+    checks.check_same_type(_OP, b=b, a=a)
     checks.check_multiple(_OP, "v's heads Hv", size["Hv"], size["Hk"], "the heads Hk of q and k")
     checks.check_ring(_OP, "k_ring, u_ring and g_ring", size["R"], history=history, max_draft_len=max_draft_len)
     if q.is_meta:
         return torch.empty(v.shape, dtype=v.dtype, device="meta")
-    if not q.is_cpu:
-        raise UnsupportedError(
-            f"{_OP}: found tensors on {q.device}; needed CPU tensors: this version has no CUDA kernels for Gated "
-            'DeltaNet. Run the model on the CPU (device="cpu"), or decode with ops.gated_delta_net_conventional.'
-        )
     checks.check_slots(_OP, slot_ids, size["slots"])
     checks.check_lengths(
         _OP,
@@ -138,7 +133,14 @@ def gated_delta_net(
         checkpoint_lengths=checkpoint_lengths,
         history=history,
     )
-    return _reference(tensors, history, max_draft_len)
+    run = _launch if q.is_cuda else _reference
+    return run(tensors, history, max_draft_len)
+
+
+def _launch(tensors: dict[str, Tensor], history: int, max_draft_len: int) -> Tensor:
+    from trtllm_replayssm.plugins import launch
+
+    return launch.gated_delta_net(tensors, history=history, max_draft_len=max_draft_len)
 
 
 def _reference(tensors: dict[str, Tensor], history: int, max_draft_len: int) -> Tensor:

@@ -1,7 +1,7 @@
 // What a thread block works on: one head of one row of the step, its lengths, and the addresses of its tensors.
 #pragma once
 #include "common/copy.cuh"
-#include "common/protocol.h"
+#include "common/step_row.cuh"
 #include "mamba2/params.h"
 
 namespace replay {
@@ -9,27 +9,11 @@ namespace replay {
 constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
 constexpr int HEADS_PER_GROUP = N_HEADS / N_GROUPS;
 
-struct Row {
-  int index;       // row of the step
+struct Row : StepRow {
   int head;
-  int slot;        // -1: padding
-  int past;        // committed tokens c
-  int checkpoint;  // folded tokens f
-  int pending;     // c - f
-  int num_tokens;  // of the window
 
-  // Lengths that break the protocol must not lead outside of shared memory, hence the clamps. All four loads are
-  // unconditional, so that they are under way together.
   __device__ Row(const Mamba2Params& params, int max_pending, int head)
-      : index(blockIdx.y),
-        head(head),
-        slot(params.slot_ids[index]),
-        past(params.past_lengths[index]),
-        checkpoint(params.checkpoint_lengths[index]),
-        pending(max(0, min(past - checkpoint, max_pending))),
-        num_tokens(max(0, min(params.num_tokens[index], params.seq_len))) {
-    if (slot < 0) num_tokens = 0;
-  }
+      : StepRow(params, blockIdx.y, max_pending), head(head) {}
 
   __device__ int group() const { return head / HEADS_PER_GROUP; }
 };

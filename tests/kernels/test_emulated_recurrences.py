@@ -1,4 +1,4 @@
-"""The CUDA sources of Mamba-2, run on the CPU, against the fp64 oracle: every shape class, no GPU."""
+"""The CUDA sources of the recurrences, run on the CPU, against the fp64 oracles: every shape class, no GPU."""
 
 import shutil
 from pathlib import Path
@@ -6,17 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cases import DEVICE_CASES, Mamba2Case
+from tests.cases import ALL_CASES, GATED_DELTA_NET_CASES, ReplayCase
 from tests.kernels.emulation import Emulator
 from tests.ops import driver as protocol_driver
-from tests.ops.driver import Row, bits, int32, live
-from tests.ops.mamba2_driver import Mamba2Driver, Window, make_pools
+from tests.ops.driver import Row, bits, live
+from tests.ops.drivers import conventional, replayed
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
 from trtllm_replayssm.plugins.specialize import Role
 
-CASES = {case.name: case for case in DEVICE_CASES}
-SMALL = [CASES["W2-T2-fp32"], CASES["T7-W8-fp32-state_bf16"], CASES["N256-T2-W8"]]
+CASES = {case.name: case for case in ALL_CASES}
+SMALL = [
+    CASES[name]
+    for name in ("W2-T2-fp32", "T7-W8-fp32-state_bf16", "N256-T2-W8", "gdn-T3-fp32", "gdn-W1-fp32", "gdn-state_bf16")
+]
 
 # Those that share head_dim, d_state and types with another run on a GPU alone, to keep this file fast.
 SHAPE_CLASSES = [
@@ -32,8 +35,11 @@ SHAPE_CLASSES = [
         "T6-W32-fp16-state_fp16",
         "W2-N256-P80",
         "W32-decode-fp16",
+        *(case.name for case in GATED_DELTA_NET_CASES),
     )
 ]
+
+ONE_OF_EACH = [CASES["W2-T2-fp32"], CASES["gdn-T3-fp32"]]
 
 by_small_case = pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 by_role = pytest.mark.parametrize("role", ["step", "prefill"])
@@ -47,35 +53,36 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use(monkeypatch: pytest.MonkeyPatch, emulator: Emulator) -> None:
     monkeypatch.setattr(ops, "mamba2", emulator.mamba2)
+    monkeypatch.setattr(ops, "gated_delta_net", emulator.gated_delta_net)
 
 
 @pytest.mark.parametrize("case", SHAPE_CLASSES, ids=lambda case: case.name)
-def test_every_shape_class_follows_the_recurrence(case: Mamba2Case) -> None:
-    driver = Mamba2Driver(case, num_slots=2, seed=3)
+def test_every_shape_class_follows_the_recurrence(case: ReplayCase) -> None:
+    driver = replayed(case, num_slots=2, seed=3)
     live(driver)
     driver.assert_within_bounds()
     assert driver.flushes >= 4, "two prefills and a flush of each slot at least"
 
 
 @by_small_case
-def test_random_lives_of_slots_follow_the_recurrence(case: Mamba2Case) -> None:
-    protocol_driver.drive(Mamba2Driver(case, num_slots=3, seed=5), 30)
+def test_random_lives_of_slots_follow_the_recurrence(case: ReplayCase) -> None:
+    protocol_driver.drive(replayed(case, num_slots=3, seed=5), 30)
 
 
 @by_small_case
-def test_a_draft_that_is_not_finite_reaches_no_earlier_output(case: Mamba2Case) -> None:
-    protocol_driver.assert_no_later_token_is_read(Mamba2Driver, case)
+def test_a_draft_that_is_not_finite_reaches_no_earlier_output(case: ReplayCase) -> None:
+    protocol_driver.assert_no_later_token_is_read(replayed, case)
 
 
 @by_role
 @by_small_case
 def test_results_do_not_depend_on_the_order_of_threads(
-    case: Mamba2Case, role: Role, monkeypatch: pytest.MonkeyPatch
+    case: ReplayCase, role: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = []
     for is_descending in (False, True):
         use(monkeypatch, Emulator(role, is_descending=is_descending))
-        driver = Mamba2Driver(case, num_slots=2, seed=8)
+        driver = replayed(case, num_slots=2, seed=8)
         window = driver.make_window([case.window, 1], case.window)
         driver.past, driver.checkpoint = [case.history + 3, 5], [3, 4]
         generator = torch.Generator().manual_seed(0)
@@ -87,19 +94,19 @@ def test_results_do_not_depend_on_the_order_of_threads(
 
 
 @by_small_case
-def test_inputs_of_any_alignment_and_pools_with_gaps_give_the_same(case: Mamba2Case) -> None:
-    dense = Mamba2Driver(case, num_slots=2, seed=9)
-    gapped = Mamba2Driver(case, num_slots=2, seed=9)
+def test_inputs_of_any_alignment_and_pools_with_gaps_give_the_same(case: ReplayCase) -> None:
+    dense = replayed(case, num_slots=2, seed=9)
+    gapped = replayed(case, num_slots=2, seed=9)
     # Slots 48 elements apart from each other: still 16-byte aligned.
     bases = {name: torch.full((2, pool[0].numel() + 48), 7.0, dtype=pool.dtype) for name, pool in dense.pools.items()}
-    for name, pool in make_pools(case, 2, "cpu").items():
+    for name, pool in dense.make_pools().items():
         gapped.pools[name] = bases[name][:, : pool[0].numel()].view(pool.shape)
         gapped.pools[name].fill_(torch.nan)
     for seq_len in (case.window + 5, case.window, case.window, case.window):
         n = min(seq_len, 2)
         window = dense.make_window([n, seq_len], seq_len)
         rows = [Row(0, n, n), Row(1, seq_len, seq_len)]
-        odd = Window(*(_shifted_by_one(part) for part in window))
+        odd = type(window)(*(_shifted_by_one(part) for part in window))
         assert torch.equal(bits(dense.run(rows, seq_len, window)), bits(gapped.run(rows, seq_len, odd)))
     for name, base in bases.items():
         assert (base[:, -48:] == 7.0).all(), f"{name}: written between the slots"
@@ -111,46 +118,53 @@ def _shifted_by_one(part: torch.Tensor) -> torch.Tensor:
 
 
 @by_role
-def test_lengths_that_break_the_protocol_stay_within_the_pools(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=lambda case: case.name)
+def test_lengths_that_break_the_protocol_stay_within_the_pools(
+    case: ReplayCase, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a device nobody checks the lengths; whatever they are, no other memory may be touched."""
     use(monkeypatch, Emulator(role))
-    case = SMALL[0]
-    driver = Mamba2Driver(case, num_slots=3, seed=1)
+    driver = replayed(case, num_slots=3, seed=1)
     guard = {name: bits(pool[2]) for name, pool in driver.pools.items()}
     driver.past, driver.checkpoint = [100, 3, 0], [0, 9, 0]
-    driver.call([Row(0, 99, 0), Row(1, -5, 0)], driver.make_window([2, 2], 2))
+    driver.call([Row(0, 99, 0), Row(1, -5, 0)], driver.make_window([1, 1], 1))
     for name, pool in driver.pools.items():
         assert torch.equal(bits(pool[2]), guard[name])
 
 
-def test_a_kernel_without_a_barrier_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+BARRIERS = [
+    ("W2-T2-fp32", "mamba2/step.cu", "__syncthreads();  // every warp has written its weights"),
+    ("gdn-T3-fp32", "gated_delta_net/step.cu", "__syncthreads();  // every warp has written its weights"),
+    ("gdn-T3-fp32", "gated_delta_net/window.cuh", "__syncwarp();  // the next tokens read this one's u"),
+    ("gdn-T3-fp32", "gated_delta_net/prefill.cu", "__syncthreads();  // the chunk is staged"),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "barrier"), BARRIERS)
+def test_a_kernel_without_a_barrier_is_found_out(
+    name: str, file: str, barrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     altered = tmp_path / "kernels"
     shutil.copytree(SOURCE_DIR, altered)
-    source = altered / "mamba2" / "step.cu"
+    source = altered / file
     text = source.read_text()
-    barrier = "__syncthreads();  // every warp has written its weights"
     assert barrier in text
     source.write_text(text.replace(barrier, ""))
     use(monkeypatch, Emulator(source_dir=altered))
-    driver = Mamba2Driver(SMALL[0], num_slots=1, seed=2)
-    driver.run([Row(0, 2, 2)], 2)
+    driver = replayed(CASES[name], num_slots=1, seed=2)
+    for seq_len in (driver.case.window, 40):
+        driver.run([Row(0, seq_len, seq_len)], seq_len)
     assert driver.exceeds_bounds()
 
 
-def test_a_call_without_speculation_and_history_equals_the_conventional_step() -> None:
+W1_CASES = [case for case in ALL_CASES if case.history == 1]
+
+
+@pytest.mark.parametrize("case", W1_CASES, ids=lambda case: case.name)
+def test_a_call_without_speculation_and_history_equals_the_conventional_step(case: ReplayCase) -> None:
     """history=1, max_draft_len=0: every step folds the token before it."""
-    case = CASES["W1-fp32"]
-    driver = Mamba2Driver(case, num_slots=1, seed=6)
-    snapshots = torch.full((1, 2, case.n_heads, case.head_dim, case.d_state), torch.nan)
-    for step in range(5):
+    driver, stepwise = replayed(case, num_slots=1, seed=6), conventional(case, num_slots=1, seed=6)
+    for _ in range(5):
         window = driver.make_window([1], 1)
-        expected = ops.mamba2_conventional(
-            **window._asdict(),
-            **driver.weights,
-            ssm_snapshots=snapshots,
-            past_lengths=int32([step]),
-            num_tokens=int32([1]),
-            slot_ids=int32([0]),
-            max_draft_len=0,
-        )
-        torch.testing.assert_close(driver.run([Row(0, 1, 1)], 1, window), expected, rtol=1e-5, atol=1e-5)
+        found, expected = (one.run([Row(0, 1, 1)], 1, window) for one in (driver, stepwise))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
