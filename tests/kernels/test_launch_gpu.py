@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import DEVICE_CASES, SHAPE_CASES, Mamba2Case
-from tests.ops.driver import Row, bits, int32
+from tests.cases import ALL_CASES, DEVICE_CASES, SHAPE_CASES, Mamba2Case, ReplayCase
+from tests.ops.driver import Driver, Row, bits, int32
+from tests.ops.drivers import replayed
 from tests.ops.mamba2_driver import Mamba2Driver, make_pools
 from tests.plugins.plugin_ops import mamba2_specialization
 from trtllm_replayssm import ops
@@ -17,8 +18,11 @@ from trtllm_replayssm.plugins import launch, loader, pipeline_shape
 pytestmark = pytest.mark.gpu
 
 CASES = {case.name: case for case in DEVICE_CASES}
-CHECKED = [CASES["nemotron_h-T5"], CASES["state_bf16"], CASES["W2-N256-P80"]]
-POOLS = ("ssm_state", "x_ring", "B_ring", "dt_ring")
+CHECKED = [
+    case
+    for case in ALL_CASES
+    if case.name in ("nemotron_h-T5", "state_bf16", "W2-N256-P80", "qwen3_next-T4", "gdn-state_bf16", "gdn-W1-fp32")
+]
 
 PIPELINED, PIPELINED_SHAPES = (
     [case for case in cases if mamba2_specialization(case).pipeline is not None]
@@ -28,7 +32,7 @@ PIPELINED, PIPELINED_SHAPES = (
 by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 
 
-def arguments(driver: Mamba2Driver, rows: list[Row], seq_len: int) -> dict[str, Tensor]:
+def arguments(driver: Driver, rows: list[Row], seq_len: int) -> dict[str, Tensor]:
     """The op's tensors on the device, strided as a model has them."""
     window = driver.make_window([row.num_tokens if row.slot >= 0 else 0 for row in rows], seq_len)
     lengths = {
@@ -45,13 +49,14 @@ def arguments(driver: Mamba2Driver, rows: list[Row], seq_len: int) -> dict[str, 
     }
 
 
-def call(case: Mamba2Case, tensors: dict[str, Tensor]) -> Tensor:
-    return launch.mamba2(tensors, history=case.history, max_draft_len=case.max_draft_len)
+def call(case: ReplayCase, tensors: dict[str, Tensor]) -> Tensor:
+    run = launch.mamba2 if isinstance(case, Mamba2Case) else launch.gated_delta_net
+    return run(tensors, history=case.history, max_draft_len=case.max_draft_len)
 
 
-def in_mid_life(case: Mamba2Case) -> Mamba2Driver:
+def in_mid_life(case: ReplayCase) -> Driver:
     """Three slots at different cursors: about to flush, just begun, and in between; all dead memory poisoned."""
-    driver = Mamba2Driver(case, "cuda", num_slots=3, seed=4)
+    driver = replayed(case, "cuda", num_slots=3, seed=4)
     T = case.window
     driver.run([Row(0, T + 9, T + 9), Row(2, 3, 3)], T + 9)
     while not driver.is_due(0):
@@ -60,20 +65,24 @@ def in_mid_life(case: Mamba2Case) -> Mamba2Driver:
     return driver
 
 
+def pool_names(tensors: dict[str, Tensor]) -> list[str]:
+    return [name for name in tensors if name == "ssm_state" or name.endswith("_ring")]
+
+
 def memory(tensors: dict[str, Tensor]) -> list[Tensor]:
-    return [bits(tensors[name]) for name in POOLS]
+    return [bits(tensors[name]) for name in pool_names(tensors)]
 
 
 @by_case
 @pytest.mark.parametrize("is_prefill", [False, True], ids=["step", "prefill"])
-def test_repeated_launches_give_the_same_bits(case: Mamba2Case, is_prefill: bool) -> None:
+def test_repeated_launches_give_the_same_bits(case: ReplayCase, is_prefill: bool) -> None:
     driver = in_mid_life(case)
     seq_len = case.window + (70 if is_prefill else 0)
     tensors = arguments(driver, [Row(2, 1, 0), Row(-1, 0, 0), Row(0, seq_len, 0), Row(1, seq_len, 0)], seq_len)
-    before = {name: tensors[name].clone() for name in POOLS}
+    before = {name: tensors[name].clone() for name in pool_names(tensors)}
     results = []
     for _ in range(10):
-        for name in POOLS:
+        for name in pool_names(tensors):
             tensors[name].copy_(before[name])
         results.append([bits(call(case, tensors)), *memory(tensors)])
     for again in results[1:]:
@@ -81,7 +90,7 @@ def test_repeated_launches_give_the_same_bits(case: Mamba2Case, is_prefill: bool
 
 
 @by_case
-def test_a_captured_graph_gives_the_bits_of_the_eager_launch(case: Mamba2Case) -> None:
+def test_a_captured_graph_gives_the_bits_of_the_eager_launch(case: ReplayCase) -> None:
     driver = in_mid_life(case)
     T = case.window
     tensors = arguments(driver, [Row(0, T, 0), Row(1, T, 0), Row(-1, 0, 0)], T)
@@ -108,13 +117,13 @@ def test_a_captured_graph_gives_the_bits_of_the_eager_launch(case: Mamba2Case) -
 
 
 @by_case
-def test_pools_with_strides_between_slots_are_written_in_place(case: Mamba2Case) -> None:
+def test_pools_with_strides_between_slots_are_written_in_place(case: ReplayCase) -> None:
     pools, bases = {}, {}
-    for name, pool in make_pools(case, 3, "cuda").items():
+    for name, pool in replayed(case, "cuda", num_slots=3).make_pools().items():
         bases[name] = torch.full((3, pool[0].numel() + 64), 7.0, dtype=pool.dtype, device="cuda")
         pools[name] = bases[name][:, : pool[0].numel()].view(pool.shape)
         pools[name].fill_(torch.nan)
-    driver = Mamba2Driver(case, "cuda", num_slots=3, seed=4, pools=pools)
+    driver = replayed(case, "cuda", num_slots=3, seed=4, pools=pools)
     T = case.window
     driver.run([Row(0, T + 9, T + 9), Row(2, 3, 3)], T + 9)
     for _ in range(2 * case.history):
@@ -126,7 +135,7 @@ def test_pools_with_strides_between_slots_are_written_in_place(case: Mamba2Case)
 
 
 @by_case
-def test_rows_without_tokens_flush_when_due(case: Mamba2Case) -> None:
+def test_rows_without_tokens_flush_when_due(case: ReplayCase) -> None:
     driver = in_mid_life(case)
     flushes = driver.flushes
     y = driver.run([Row(0, 0, 0), Row(1, 0, 0)], 1)
@@ -211,14 +220,14 @@ def off_pieces(tensor: Tensor) -> Tensor:
 
 def require_agreement(case: Mamba2Case, tensors: dict[str, Tensor], roles: list[str]) -> None:
     """Hold the pipelined step to the generic one, which runs for an x that is not in 16-byte pieces."""
-    before = {name: tensors[name].clone() for name in POOLS}
+    before = {name: tensors[name].clone() for name in pool_names(tensors)}
     results = []
     roles.clear()
     for x in (tensors["x"], off_pieces(tensors["x"])):
-        for name in POOLS:
+        for name in pool_names(tensors):
             tensors[name].copy_(before[name])
         y = call(case, tensors | {"x": x})
-        results.append({"y": y} | {name: tensors[name].clone() for name in POOLS})
+        results.append({"y": y} | {name: tensors[name].clone() for name in pool_names(tensors)})
     assert roles == ["pipelined_step", "step"]
     found, expected = results
     for name in ("x_ring", "B_ring"):

@@ -312,10 +312,19 @@ def test_gates_of_two_types_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_layouts_that_kernels_cannot_read_are_refused_on_the_device() -> None:
-    arguments: Arguments = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in mamba2_arguments().items()}
-    for name in ("x", "B", "ssm_state", "x_ring", "dt_ring"):
+@pytest.mark.parametrize(
+    ("op", "make", "names"),
+    [
+        ("mamba2", mamba2_arguments, ("x", "B", "ssm_state", "x_ring", "dt_ring")),
+        ("gated_delta_net", gated_delta_net_arguments, ("q", "v", "ssm_state", "k_ring", "u_ring", "g_ring")),
+    ],
+)
+def test_layouts_that_kernels_cannot_read_are_refused_on_the_device(
+    op: str, make: Callable[[], Arguments], names: tuple[str, ...]
+) -> None:
+    arguments: Arguments = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in make().items()}
+    for name in names:
         tensor = arguments[name]
         strided = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-        with pytest.raises(OpArgumentError, match=rf"ops.mamba2: {name}: found strides .* contiguous on CUDA"):
-            ops.mamba2(**(arguments | {name: strided}))
+        with pytest.raises(OpArgumentError, match=rf"ops.{op}: {name}: found strides .* contiguous on CUDA"):
+            getattr(ops, op)(**(arguments | {name: strided}))
