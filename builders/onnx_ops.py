@@ -11,7 +11,7 @@ from torch.onnx import ops as torch_onnx
 
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
 Attributes = dict[str, int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]]
 
@@ -79,6 +79,35 @@ def mamba2(
     return y, tuple(present)
 
 
+def gated_delta_net(
+    inputs: tuple[torch.Tensor, ...],
+    constants: tuple[torch.Tensor, ...],
+    states: tuple[torch.Tensor, ...],
+    step: Step,
+    replay: ReplayGeometry,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Emit ReplayGatedDeltaNet: (o like v, present states); the shapes are those of contract.plugin_io.
+
+    Args:
+        inputs: q, k, v, a, b.
+        constants: A_log, dt_bias.
+        states: ssm_state, k_ring, u_ring, g_ring.
+        step: lengths and slots.
+        replay: history and window.
+    """
+    lengths = (step.past_lengths, step.checkpoint_lengths, step.num_tokens, step.slot_ids)
+    v = inputs[2]
+    o, *present = torch_onnx.symbolic_multi_out(
+        f"{PLUGIN_NAMESPACE}::{GATED_DELTA_NET.op_type}",
+        (*inputs, *constants, *states, *lengths),
+        {"history": replay.history, "max_draft_len": replay.max_draft_len},
+        dtypes=(v.dtype, *(state.dtype for state in states)),
+        shapes=(v.shape, *(state.shape for state in states)),
+        version=int(PLUGIN_VERSION),
+    )
+    return o, tuple(present)
+
+
 def tensor_scatter(cache: torch.Tensor, update: torch.Tensor, past_lengths: torch.Tensor) -> torch.Tensor:
     """Emit TensorScatter (opset 24): rows c .. c+S-1 of a linear key/value cache are replaced.
 
@@ -114,3 +143,15 @@ def rms_normalization(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torc
     return torch_onnx.symbolic(
         "RMSNormalization", (x, weight), {"axis": -1, "epsilon": eps, "stash_type": 1}, dtype=x.dtype, shape=x.shape
     )
+
+
+def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Emit RotaryEmbedding (opset 23) with the halves of the rotated channels apart: as x [B, H, S, hd].
+
+    Args:
+        x: [B, H, S, hd].
+        cos: [B, S, rotary_dim / 2], x's type.
+        sin: as cos.
+    """
+    attributes: Attributes = {"interleaved": 0, "rotary_embedding_dim": 2 * cos.shape[-1]}
+    return torch_onnx.symbolic("RotaryEmbedding", (x, cos, sin), attributes, dtype=x.dtype, shape=x.shape)

@@ -1,4 +1,4 @@
-"""Grouped-query attention over a linear key/value cache, without positional encoding."""
+"""Grouped-query attention over a linear key/value cache."""
 
 import torch
 from torch import nn
@@ -6,38 +6,45 @@ from torch.nn import functional
 
 from trtllm_replayssm.builders import onnx_ops
 from trtllm_replayssm.builders.layers.linear import Linear
+from trtllm_replayssm.builders.layers.norm import RMSNorm
+from trtllm_replayssm.builders.layers.rotary import rotate
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import AttentionGeometry
 
 
 class Attention(nn.Module):
-    """qkv -> cache rows c .. c+n-1 written -> attention over 0 .. c+s -> o_proj.
+    """qkv -> norms, rotation -> cache rows c .. c+n-1 written -> attention over 0 .. c+s -> gate -> o_proj.
 
+    Norms, rotation and gate are there where the geometry has them; the cached keys are normed and rotated.
     States, in order: key_cache, value_cache; row i of a cache belongs to row i of the step.
 
     Args:
         geometry: of the attention.
         d_model: hidden width.
+        eps: of the norms of queries and keys.
         dtype: of activations and weights.
+        norm_dtype: of the norms' weights.
     """
 
     num_states = 2
 
-    def __init__(self, geometry: AttentionGeometry, d_model: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, geometry: AttentionGeometry, d_model: int, eps: float, dtype: torch.dtype, norm_dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.geometry = geometry
         self.scale = geometry.head_dim**-0.5
-        width = geometry.n_query_heads * geometry.head_dim
-        self.qkv = Linear(d_model, width + 2 * geometry.n_kv_heads * geometry.head_dim, dtype)
-        self.o_proj = Linear(width, d_model, dtype)
+        self.qkv = Linear(d_model, geometry.d_qkv, dtype)
+        if geometry.has_qk_norm:
+            self.q_norm = RMSNorm(geometry.head_dim, eps, norm_dtype)
+            self.k_norm = RMSNorm(geometry.head_dim, eps, norm_dtype)
+        self.o_proj = Linear(geometry.d_query, d_model, dtype)
 
     def forward(
         self, hidden: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Attend with ``hidden [B, S, d_model]``; the caches are in-out. Returns (hidden, present caches)."""
-        g = self.geometry
-        packed = torch.unflatten(self.qkv(hidden), -1, (-1, g.head_dim)).transpose(1, 2)
-        query, key, value = torch.split(packed, [g.n_query_heads, g.n_kv_heads, g.n_kv_heads], dim=1)
+        query, key, value, gate = self._project(hidden, step)
         assert step.attention_mask is not None, "a model with attention layers makes a mask"
         if onnx_ops.is_exporting():
             key_cache = onnx_ops.tensor_scatter(states[0], key, step.past_lengths)
@@ -48,7 +55,27 @@ class Attention(nn.Module):
             write_rows(key_cache, key, step)
             write_rows(value_cache, value, step)
             out = self._attend(query, key_cache, value_cache, count_finite(key, value), step)
-        return self.o_proj(out.transpose(1, 2).flatten(-2)), (key_cache, value_cache)
+        out = out.transpose(1, 2).flatten(-2)
+        if gate is not None:
+            out = out * gate.sigmoid()
+        return self.o_proj(out), (key_cache, value_cache)
+
+    def _project(
+        self, hidden: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return query [B, Hq, S, hd], key and value [B, Hkv, S, hd], and the output's gate [B, S, Hq hd] or None."""
+        g = self.geometry
+        packed, gate = self.qkv(hidden), None
+        if g.has_output_gate:
+            packed, gate = packed.split((g.d_qkv - g.d_query, g.d_query), dim=-1)
+        packed = torch.unflatten(packed, -1, (-1, g.head_dim)).transpose(1, 2)
+        query, key, value = torch.split(packed, [g.n_query_heads, g.n_kv_heads, g.n_kv_heads], dim=1)
+        if g.has_qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if g.rotary_dim:
+            assert step.rotation is not None, "a model with rotary position embedding makes a rotation"
+            query, key = rotate(query, *step.rotation), rotate(key, *step.rotation)
+        return query, key, value, gate
 
     def _attend(
         self,

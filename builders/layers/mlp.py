@@ -1,4 +1,4 @@
-"""The ungated two-matrix MLP of Nemotron-H."""
+"""The MLPs: two matrices with a squared ReLU, or three with a SiLU gate."""
 
 import torch
 from torch import nn
@@ -31,3 +31,28 @@ class Mlp(nn.Module):
         """Map ``hidden [B, S, d_model]`` to the same shape; there is no state."""
         del step, states
         return self.down_proj(functional.relu(self.up_proj(hidden)).square()), ()
+
+
+class GatedMlp(nn.Module):
+    """``down(silu(gate(x)) * up(x))``; gate and up are one matrix, the gate's rows first.
+
+    Args:
+        geometry: of the MLP.
+        d_model: hidden width.
+        dtype: of the weights.
+    """
+
+    num_states = 0
+
+    def __init__(self, geometry: MlpGeometry, d_model: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(d_model, 2 * geometry.d_ff, dtype)
+        self.down_proj = Linear(geometry.d_ff, d_model, dtype)
+
+    def forward(
+        self, hidden: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Map ``hidden [B, S, d_model]`` to the same shape; there is no state."""
+        del step, states
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        return self.down_proj(functional.silu(gate) * up), ()

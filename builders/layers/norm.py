@@ -23,10 +23,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise ``x [..., width]``; the result has its type."""
-        wide, weight = x.float(), self.weight.float()
-        if onnx_ops.is_exporting():
-            return onnx_ops.rms_normalization(wide, weight, self.eps).to(x.dtype)
-        return functional.rms_norm(wide, (x.shape[-1],), weight, self.eps).to(x.dtype)
+        return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
 
 
 class GatedGroupRMSNorm(nn.Module):
@@ -51,3 +48,29 @@ class GatedGroupRMSNorm(nn.Module):
         groups = torch.unflatten(gated, -1, (self.n_groups, -1))
         groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return (groups.flatten(-2) * self.weight.float()).to(y.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """The norm behind a Gated DeltaNet mixer: normalise each head by itself, then gate with ``silu(z)``.
+
+    Args:
+        width: channels of a head.
+        eps: added to the mean square.
+        dtype: of the weight.
+    """
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Normalise ``o`` and gate it with ``z``, both [..., width]; the result has o's type."""
+        return (rms_norm(o.float(), self.weight.float(), self.eps) * functional.silu(z.float())).to(o.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return ``x / rms(x) * weight`` over the last axis, all fp32."""
+    if onnx_ops.is_exporting():
+        return onnx_ops.rms_normalization(x, weight, eps)
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)

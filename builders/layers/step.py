@@ -16,6 +16,8 @@ class Step:
         slot_ids: [B] int32, -1 for a padding row.
         key_length: how many leading rows of the key/value caches the step may see, at most their capacity.
         attention_mask: [B, 1, S, key_length] bool, True where a token may look; None without attention layers.
+        rotation: cosines and sines of the window's positions, [B, S, rotary_dim / 2] each; None without rotary
+            position embedding.
     """
 
     past_lengths: torch.Tensor
@@ -24,6 +26,7 @@ class Step:
     slot_ids: torch.Tensor
     key_length: int
     attention_mask: torch.Tensor | None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def attention_mask(past_lengths: torch.Tensor, seq_len: int, key_length: int) -> torch.Tensor:

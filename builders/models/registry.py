@@ -2,10 +2,15 @@
 
 from torch import nn
 
-from trtllm_replayssm.builders.models.nemotron_h import NemotronH
-from trtllm_replayssm.contract.geometry import ModelGeometry, ReplayGeometry
+from trtllm_replayssm.builders.models.hybrid import HybridModel
+from trtllm_replayssm.contract.geometry import Architecture, ModelGeometry, ReplayGeometry
 
-MODELS = {"NemotronHForCausalLM": NemotronH}
+# What tells the three apart is their geometry: which layers, and which parts these have.
+MODELS: dict[Architecture, type[HybridModel]] = {
+    "NemotronHForCausalLM": HybridModel,
+    "Qwen3NextForCausalLM": HybridModel,
+    "Qwen3_5ForCausalLM": HybridModel,
+}
 
 
 def create_model(geometry: ModelGeometry, replay: ReplayGeometry, *, conventional: bool = False) -> nn.Module:
@@ -18,6 +23,6 @@ def create_model(geometry: ModelGeometry, replay: ReplayGeometry, *, conventiona
 
     Returns:
         A module whose parameter names are ``contract.tensors.weight_specs``; on the meta device inside
-        ``with torch.device("meta")``. Its ``forward`` is documented at ``NemotronH.forward``.
+        ``with torch.device("meta")``. Its ``forward`` is documented at ``HybridModel.forward``.
     """
     return MODELS[geometry.architecture](geometry, replay, conventional=conventional)

@@ -26,12 +26,20 @@ class LayerType(StrEnum):
     """What a residual layer holds; the value is what a rank checkpoint's ``layer_types`` lists."""
 
     MAMBA2 = "mamba2"
+    GATED_DELTA_NET = "gated_delta_net"
     ATTENTION = "attention"
     MLP = "mlp"
 
 
-LAYER_LETTERS = {LayerType.MAMBA2: "M", LayerType.ATTENTION: "*", LayerType.MLP: "-"}
-"""Layer type -> its letter in ``hybrid_override_pattern``."""
+LAYER_LETTERS = {
+    LayerType.MAMBA2: "M",
+    LayerType.GATED_DELTA_NET: "G",
+    LayerType.ATTENTION: "*",
+    LayerType.MLP: "-",
+}
+"""Layer type -> its letter: those of ``hybrid_override_pattern``, and G."""
+
+Architecture = Literal["NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"]
 
 
 class Mamba2Geometry(Frozen):
@@ -83,26 +91,68 @@ class GatedDeltaNetGeometry(Frozen):
         """Channels of the causal convolution: q, k and v side by side."""
         return 2 * self.d_key + self.d_value
 
+    @property
+    def d_in_proj(self) -> int:
+        """Rows of ``in_proj.weight``: q, k, v, z, b and a side by side."""
+        return self.conv_dim + self.d_value + 2 * self.n_value_heads
+
 
 class AttentionGeometry(Frozen):
-    """Grouped-query attention without positional encoding."""
+    """Grouped-query attention.
+
+    Attributes:
+        n_query_heads: query heads.
+        n_kv_heads: key/value heads.
+        head_dim: width of a head.
+        rotary_dim: leading channels of a query or key head that are rotated by their position; 0 without positional
+            encoding.
+        rope_theta: base of the rotation's frequencies.
+        has_qk_norm: whether every query and key head is normalised before it is rotated.
+        has_output_gate: whether the output is multiplied by the sigmoid of a projection as wide as the queries.
+    """
 
     n_query_heads: int
     n_kv_heads: int
     head_dim: int
+    rotary_dim: int = 0
+    rope_theta: float | None = None
+    has_qk_norm: bool = False
+    has_output_gate: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> "AttentionGeometry":
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"rotary_dim: found {self.rotary_dim}; needed an even number up to head_dim ({self.head_dim})"
+            )
+        if bool(self.rotary_dim) != (self.rope_theta is not None):
+            raise ValueError(
+                f"rope_theta: found {self.rope_theta} with rotary_dim={self.rotary_dim}; needed both or none"
+            )
+        return self
+
+    @property
+    def d_query(self) -> int:
+        """Width of the queries, of the output and of its gate."""
+        return self.n_query_heads * self.head_dim
+
+    @property
+    def d_qkv(self) -> int:
+        """Rows of ``qkv.weight``: queries, keys, values and, where the output is gated, the gate."""
+        return self.d_query * (1 + self.has_output_gate) + 2 * self.n_kv_heads * self.head_dim
 
 
 class MlpGeometry(Frozen):
-    """An ungated two-matrix MLP."""
+    """An MLP: ``down(relu(up(x)) ** 2)`` with relu2, ``down(silu(gate(x)) * up(x))`` with swiglu."""
 
     d_ff: int
-    activation: Literal["relu2"]
+    activation: Literal["relu2", "swiglu"]
 
 
 class ModelGeometry(Frozen):
     """Everything about a model's shape that builders, runtime and serving need."""
 
-    architecture: Literal["NemotronHForCausalLM"]
+    architecture: Architecture
     dtype: ActivationDtype
     vocab_size: int
     d_model: int
@@ -111,6 +161,7 @@ class ModelGeometry(Frozen):
     tie_word_embeddings: bool
     max_position_embeddings: int
     mamba2: Mamba2Geometry | None
+    gated_delta_net: GatedDeltaNetGeometry | None = None
     attention: AttentionGeometry | None
     mlp: MlpGeometry | None
     eos_token_ids: tuple[StrictInt, ...]
@@ -123,6 +174,11 @@ class ModelGeometry(Frozen):
         if not set(self.layer_types) - {LayerType.MLP}:
             raise ValueError("layer_types: found no recurrent and no attention layer; needed one at least")
         return self
+
+    @property
+    def norm_dtype(self) -> str:
+        """Type of the norms' weights: fp32 where Qwen's ``1 + weight`` is folded in, which 16 bits would round."""
+        return self.dtype if self.architecture == "NemotronHForCausalLM" else "float32"
 
     def layers_of(self, layer_type: LayerType) -> tuple[int, ...]:
         """Return the indices of the layers of one type, ascending."""

@@ -79,6 +79,8 @@ def state_specs(
     for index, kind in enumerate(geometry.layer_types):
         if kind is LayerType.MAMBA2:
             specs += _mamba2_states(index, geometry, replay, limits.max_batch_size, conventional)
+        elif kind is LayerType.GATED_DELTA_NET:
+            specs += _gated_delta_net_states(index, geometry, replay, limits.max_batch_size, conventional)
         elif kind is LayerType.ATTENTION:
             specs += _attention_states(index, geometry, limits.kv_capacity(replay.window))
     return tuple(specs)
@@ -107,6 +109,30 @@ def _mamba2_states(
     ]
 
 
+def _gated_delta_net_states(
+    index: int, geometry: ModelGeometry, replay: ReplayGeometry, slots: int, conventional: bool
+) -> list[TensorSpec]:
+    g = geometry.gated_delta_net
+    assert g is not None, "a geometry with Gated DeltaNet layers describes them"
+    rows = replay.ring_rows
+    activation, state = geometry.dtype, replay.state_dtype
+    conv_ring = TensorSpec(
+        f"conv_ring_{index}", activation, (slots, replay.conv_ring_rows(g.d_conv), g.conv_dim), "state"
+    )
+    one_state = (g.n_value_heads, g.key_dim, g.value_dim)
+    if conventional:
+        snapshots: tuple[Dim, ...] = (slots, replay.window + 1, *one_state)
+        return [conv_ring, TensorSpec(f"ssm_snapshots_{index}", state, snapshots, "state")]
+    return [
+        conv_ring,
+        TensorSpec(f"ssm_state_{index}", state, (slots, *one_state), "state"),
+        TensorSpec(f"k_ring_{index}", activation, (slots, rows, g.n_key_heads, g.key_dim), "state"),
+        # Rounding these would grow with the text: what is wrong in the state stays in it.
+        TensorSpec(f"u_ring_{index}", "float32", (slots, rows, g.n_value_heads, g.value_dim), "state"),
+        TensorSpec(f"g_ring_{index}", "float32", (slots, rows, g.n_value_heads), "state"),
+    ]
+
+
 def _attention_states(index: int, geometry: ModelGeometry, capacity: int) -> list[TensorSpec]:
     a = geometry.attention
     assert a is not None, "a geometry with attention layers describes them"
@@ -119,48 +145,81 @@ def _attention_states(index: int, geometry: ModelGeometry, capacity: int) -> lis
 
 def weight_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
     """Return every tensor of a rank checkpoint: the modules' parameter names are the checkpoint's keys."""
-    dtype = geometry.dtype
+    dtype, norm_dtype = geometry.dtype, geometry.norm_dtype
     specs = [TensorSpec("embedding.weight", dtype, (geometry.vocab_size, geometry.d_model), "weight")]
     for index, kind in enumerate(geometry.layer_types):
         prefix = f"layers.{index}."
-        specs.append(TensorSpec(prefix + "norm.weight", dtype, (geometry.d_model,), "weight"))
+        specs.append(TensorSpec(prefix + "norm.weight", norm_dtype, (geometry.d_model,), "weight"))
         specs += [
             TensorSpec(f"{prefix}mixer.{name}", found_dtype or dtype, shape, "weight")
-            for name, found_dtype, shape in _mixer_weights(kind, geometry)
+            for name, found_dtype, shape in _MIXER_WEIGHTS[kind](geometry)
         ]
-    specs.append(TensorSpec("final_norm.weight", dtype, (geometry.d_model,), "weight"))
+    specs.append(TensorSpec("final_norm.weight", norm_dtype, (geometry.d_model,), "weight"))
     if not geometry.tie_word_embeddings:
         specs.append(TensorSpec("lm_head.weight", dtype, (geometry.vocab_size, geometry.d_model), "weight"))
     return tuple(specs)
 
 
-def _mixer_weights(kind: LayerType, geometry: ModelGeometry) -> list[tuple[str, str | None, tuple[Dim, ...]]]:
-    d_model = geometry.d_model
-    if kind is LayerType.MAMBA2:
-        m = geometry.mamba2
-        assert m is not None
-        return [
-            ("in_proj.weight", None, (m.d_in_proj, d_model)),
-            ("conv1d.weight", None, (m.conv_dim, m.d_conv)),
-            ("conv1d.bias", None, (m.conv_dim,)),
-            # The recurrence is computed in fp32; so are its per-head constants. A = -exp(A_log).
-            ("A", "float32", (m.n_heads,)),
-            ("D", "float32", (m.n_heads,)),
-            ("dt_bias", "float32", (m.n_heads,)),
-            ("norm.weight", None, (m.d_inner,)),
-            ("out_proj.weight", None, (d_model, m.d_inner)),
-        ]
-    if kind is LayerType.ATTENTION:
-        a = geometry.attention
-        assert a is not None
-        packed = (a.n_query_heads + 2 * a.n_kv_heads) * a.head_dim
-        return [
-            ("qkv.weight", None, (packed, d_model)),
-            ("o_proj.weight", None, (d_model, a.n_query_heads * a.head_dim)),
-        ]
+# Name, type (None: the activations'), shape.
+_Weight = tuple[str, str | None, tuple[Dim, ...]]
+
+
+def _mamba2_weights(geometry: ModelGeometry) -> list[_Weight]:
+    m = geometry.mamba2
+    assert m is not None
+    return [
+        ("in_proj.weight", None, (m.d_in_proj, geometry.d_model)),
+        ("conv1d.weight", None, (m.conv_dim, m.d_conv)),
+        ("conv1d.bias", None, (m.conv_dim,)),
+        # The recurrence is computed in fp32; so are its per-head constants. A = -exp(A_log).
+        ("A", "float32", (m.n_heads,)),
+        ("D", "float32", (m.n_heads,)),
+        ("dt_bias", "float32", (m.n_heads,)),
+        ("norm.weight", None, (m.d_inner,)),
+        ("out_proj.weight", None, (geometry.d_model, m.d_inner)),
+    ]
+
+
+def _gated_delta_net_weights(geometry: ModelGeometry) -> list[_Weight]:
+    g = geometry.gated_delta_net
+    assert g is not None
+    return [
+        ("in_proj.weight", None, (g.d_in_proj, geometry.d_model)),
+        ("conv1d.weight", None, (g.conv_dim, g.d_conv)),
+        ("conv1d.bias", None, (g.conv_dim,)),
+        ("A_log", "float32", (g.n_value_heads,)),
+        ("dt_bias", "float32", (g.n_value_heads,)),
+        ("norm.weight", None, (g.value_dim,)),
+        ("out_proj.weight", None, (geometry.d_model, g.d_value)),
+    ]
+
+
+def _attention_weights(geometry: ModelGeometry) -> list[_Weight]:
+    a = geometry.attention
+    assert a is not None
+    norms: list[_Weight] = [(f"{part}_norm.weight", geometry.norm_dtype, (a.head_dim,)) for part in ("q", "k")]
+    return [
+        ("qkv.weight", None, (a.d_qkv, geometry.d_model)),
+        *(norms if a.has_qk_norm else []),
+        ("o_proj.weight", None, (geometry.d_model, a.d_query)),
+    ]
+
+
+def _mlp_weights(geometry: ModelGeometry) -> list[_Weight]:
     p = geometry.mlp
     assert p is not None
-    return [("up_proj.weight", None, (p.d_ff, d_model)), ("down_proj.weight", None, (d_model, p.d_ff))]
+    wide: _Weight = ("up_proj.weight", None, (p.d_ff, geometry.d_model))
+    if p.activation == "swiglu":
+        wide = ("gate_up_proj.weight", None, (2 * p.d_ff, geometry.d_model))
+    return [wide, ("down_proj.weight", None, (geometry.d_model, p.d_ff))]
+
+
+_MIXER_WEIGHTS = {
+    LayerType.MAMBA2: _mamba2_weights,
+    LayerType.GATED_DELTA_NET: _gated_delta_net_weights,
+    LayerType.ATTENTION: _attention_weights,
+    LayerType.MLP: _mlp_weights,
+}
 
 
 def network_inputs(

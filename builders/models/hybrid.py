@@ -1,4 +1,8 @@
-"""Nemotron-H: every letter of the pattern is a residual layer of its own, a norm and one mixer."""
+"""Hybrid models: recurrent layers, attention and MLPs, each a residual layer of its own, a norm and one mixer.
+
+Nemotron-H counts its layers so. A layer of Qwen3-Next or Qwen3.5 is two of these: a recurrence or attention behind the
+first norm, an MLP behind the second.
+"""
 
 from itertools import accumulate, pairwise
 
@@ -9,27 +13,30 @@ from torch.nn import functional
 from trtllm_replayssm.builders import onnx_ops
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.embedding import Embedding, gather_positions
+from trtllm_replayssm.builders.layers.gated_delta_net import ConventionalGatedDeltaNet, GatedDeltaNet
 from trtllm_replayssm.builders.layers.linear import Linear
 from trtllm_replayssm.builders.layers.mamba2 import ConventionalMamba2, Mamba2
-from trtllm_replayssm.builders.layers.mlp import Mlp
+from trtllm_replayssm.builders.layers.mlp import GatedMlp, Mlp
 from trtllm_replayssm.builders.layers.norm import RMSNorm
+from trtllm_replayssm.builders.layers.rotary import rotation
 from trtllm_replayssm.builders.layers.step import Step, attention_mask
 from trtllm_replayssm.contract.geometry import LayerType, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.ops.dtypes import torch_dtype
+
+Mixer = Mamba2 | GatedDeltaNet | Attention | Mlp | GatedMlp
 
 
 class Layer(nn.Module):
     """``hidden + mixer(norm(hidden))``.
 
     Args:
-        mixer: Mamba-2, attention or MLP.
+        mixer: recurrence, attention or MLP.
         geometry: of the model.
-        dtype: of the norm's weight.
     """
 
-    def __init__(self, mixer: Mamba2 | Attention | Mlp, geometry: ModelGeometry, dtype: torch.dtype) -> None:
+    def __init__(self, mixer: Mixer, geometry: ModelGeometry) -> None:
         super().__init__()
-        self.norm = RMSNorm(geometry.d_model, geometry.norm_eps, dtype)
+        self.norm = RMSNorm(geometry.d_model, geometry.norm_eps, torch_dtype(geometry.norm_dtype))
         self.mixer = mixer
 
     def forward(
@@ -40,7 +47,7 @@ class Layer(nn.Module):
         return hidden + mixed, present
 
 
-class NemotronH(nn.Module):
+class HybridModel(nn.Module):
     """A causal language model with explicit states; its parameter names are a rank checkpoint's keys.
 
     Args:
@@ -55,9 +62,9 @@ class NemotronH(nn.Module):
         self.replay = replay
         dtype = torch_dtype(geometry.dtype)
         self.embedding = Embedding(geometry.vocab_size, geometry.d_model, dtype)
-        mixers = [_mixer(kind, geometry, replay, dtype, conventional) for kind in geometry.layer_types]
-        self.layers = nn.ModuleList(Layer(mixer, geometry, dtype) for mixer in mixers)
-        self.final_norm = RMSNorm(geometry.d_model, geometry.norm_eps, dtype)
+        mixers = [_mixer(kind, geometry, replay, conventional) for kind in geometry.layer_types]
+        self.layers = nn.ModuleList(Layer(mixer, geometry) for mixer in mixers)
+        self.final_norm = RMSNorm(geometry.d_model, geometry.norm_eps, torch_dtype(geometry.norm_dtype))
         if not geometry.tie_word_embeddings:
             self.lm_head = Linear(geometry.d_model, geometry.vocab_size, dtype)
         # Where the states of each layer begin, and at the end how many there are.
@@ -115,26 +122,34 @@ class NemotronH(nn.Module):
         states: tuple[torch.Tensor, ...],
         key_length: int | None,
     ) -> Step:
-        if self.first_cache is None:
-            return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, 0, None)
-        capacity = states[self.first_cache].shape[2]
-        seq_len = input_ids.shape[1]
+        a = self.geometry.attention
+        if self.first_cache is None or a is None:
+            return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, 0, None, None)
+        cache = states[self.first_cache]
+        capacity, seq_len = cache.shape[2], input_ids.shape[1]
         if key_length is None and input_ids.device.type == "cpu" and not onnx_ops.is_exporting():
             key_length = int(past_lengths.max()) + seq_len if len(past_lengths) else 0
         key_length = capacity if key_length is None else min(key_length, capacity)
         mask = attention_mask(past_lengths, seq_len, key_length)
-        return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, key_length, mask)
+        turn = None
+        if a.rope_theta is not None:
+            turn = rotation(past_lengths, seq_len, a.rotary_dim, a.rope_theta, cache.dtype)
+        return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, key_length, mask, turn)
 
 
-def _mixer(
-    kind: LayerType, geometry: ModelGeometry, replay: ReplayGeometry, dtype: torch.dtype, conventional: bool
-) -> Mamba2 | Attention | Mlp:
+def _mixer(kind: LayerType, geometry: ModelGeometry, replay: ReplayGeometry, conventional: bool) -> Mixer:
+    d_model, eps, dtype = geometry.d_model, geometry.norm_eps, torch_dtype(geometry.dtype)
     if kind is LayerType.MAMBA2:
         assert geometry.mamba2 is not None
-        mixer = ConventionalMamba2 if conventional else Mamba2
-        return mixer(geometry.mamba2, geometry.d_model, replay, geometry.norm_eps, dtype)
+        mamba2 = ConventionalMamba2 if conventional else Mamba2
+        return mamba2(geometry.mamba2, d_model, replay, eps, dtype)
+    if kind is LayerType.GATED_DELTA_NET:
+        assert geometry.gated_delta_net is not None
+        gated_delta_net = ConventionalGatedDeltaNet if conventional else GatedDeltaNet
+        return gated_delta_net(geometry.gated_delta_net, d_model, replay, eps, dtype)
     if kind is LayerType.ATTENTION:
         assert geometry.attention is not None
-        return Attention(geometry.attention, geometry.d_model, dtype)
+        return Attention(geometry.attention, d_model, eps, dtype, torch_dtype(geometry.norm_dtype))
     assert geometry.mlp is not None
-    return Mlp(geometry.mlp, geometry.d_model, dtype)
+    mlp = GatedMlp if geometry.mlp.activation == "swiglu" else Mlp
+    return mlp(geometry.mlp, d_model, dtype)

@@ -1,0 +1,116 @@
+"""The Gated DeltaNet mixer on checkpoint and rings."""
+
+import torch
+from torch import nn
+
+from trtllm_replayssm import ops
+from trtllm_replayssm.builders import onnx_ops
+from trtllm_replayssm.builders.layers.conv import CausalConv1d
+from trtllm_replayssm.builders.layers.linear import Linear
+from trtllm_replayssm.builders.layers.norm import GatedRMSNorm
+from trtllm_replayssm.builders.layers.step import Step
+from trtllm_replayssm.contract.geometry import GatedDeltaNetGeometry, ReplayGeometry
+
+
+class GatedDeltaNet(nn.Module):
+    """in_proj -> convolution over q|k|v -> recurrence -> norm of every head, gate -> out_proj.
+
+    States, in order: conv_ring, ssm_state, k_ring, u_ring, g_ring.
+
+    Args:
+        geometry: of the mixer.
+        d_model: hidden width.
+        replay: history, window and state type.
+        eps: of the gated norm.
+        dtype: of activations and weights; A_log and dt_bias are fp32.
+    """
+
+    num_states = 5
+
+    def __init__(
+        self, geometry: GatedDeltaNetGeometry, d_model: int, replay: ReplayGeometry, eps: float, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.replay = replay
+        self.in_proj = Linear(d_model, geometry.d_in_proj, dtype)
+        self.conv1d = CausalConv1d(geometry.conv_dim, geometry.d_conv, dtype)
+        self.A_log = _per_head(geometry.n_value_heads)
+        self.dt_bias = _per_head(geometry.n_value_heads)
+        self.norm = GatedRMSNorm(geometry.value_dim, eps, dtype)
+        self.out_proj = Linear(geometry.d_value, d_model, dtype)
+
+    def forward(
+        self, hidden: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Mix ``hidden [B, S, d_model]``; ``states`` are in-out. Returns (hidden, present states)."""
+        g = self.geometry
+        widths = (g.conv_dim, g.d_value, g.n_value_heads, g.n_value_heads)
+        qkv, z, b, a = self.in_proj(hidden).split(widths, dim=-1)
+        qkv, conv_ring = self.conv1d(qkv, states[0], step)
+        # Views into the convolution's output: the kernels take strides, nothing is copied.
+        q, k, v = qkv.split((g.d_key, g.d_key, g.d_value), dim=-1)
+        q, k = (torch.unflatten(x, -1, (g.n_key_heads, g.key_dim)) for x in (q, k))
+        v, z = (torch.unflatten(x, -1, (g.n_value_heads, g.value_dim)) for x in (v, z))
+        o, recurrent = self.recurrence((q, k, v, a, b), step, states[1:])
+        return self.out_proj(self.norm(o, z).flatten(-2)), (conv_ring, *recurrent)
+
+    def recurrence(
+        self, inputs: tuple[torch.Tensor, ...], step: Step, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run the gated delta rule.
+
+        Args:
+            inputs: q and k [B, S, Hk, K], not normalised; v [B, S, Hv, V]; a and b [B, S, Hv], raw: before bias and
+                softplus, and before the sigmoid.
+            step: lengths and slots.
+            states: in-out, the layer's states without the convolution ring.
+
+        Returns:
+            (o [B, S, Hv, V], present states).
+        """
+        if onnx_ops.is_exporting():
+            return onnx_ops.gated_delta_net(inputs, (self.A_log, self.dt_bias), states, step, self.replay)
+        o = ops.gated_delta_net(
+            *inputs,
+            self.A_log,
+            self.dt_bias,
+            *states,
+            step.past_lengths,
+            step.checkpoint_lengths,
+            step.num_tokens,
+            step.slot_ids,
+            history=self.replay.history,
+            max_draft_len=self.replay.max_draft_len,
+        )
+        return o, states
+
+
+class ConventionalGatedDeltaNet(GatedDeltaNet):
+    """The same mixer with the state rewritten for every token: for comparison, never exported.
+
+    States, in order: conv_ring, ssm_snapshots.
+    """
+
+    num_states = 2
+
+    def recurrence(
+        self, inputs: tuple[torch.Tensor, ...], step: Step, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run the gated delta rule on ``ssm_snapshots [slots, T + 1, Hv, K, V]``; see the base class."""
+        assert not onnx_ops.is_exporting(), "the conventional decode exists for comparison in torch alone"
+        o = ops.gated_delta_net_conventional(
+            *inputs,
+            self.A_log,
+            self.dt_bias,
+            *states,
+            step.past_lengths,
+            step.num_tokens,
+            step.slot_ids,
+            max_draft_len=self.replay.max_draft_len,
+        )
+        return o, states
+
+
+def _per_head(n_heads: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(n_heads, dtype=torch.float32), requires_grad=False)
