@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trtllm_replayssm.builders.checkpoint import hf_config, index, rank_checkpoint, source
+from trtllm_replayssm.builders.checkpoint.hf_reader import checked_dtype
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.manifest import MANIFEST_FILE, read_manifest
 from trtllm_replayssm.errors import CheckpointError
@@ -104,4 +105,4 @@ def _hub_hint(folder: Path) -> str:
 def _with_dtype(geometry: ModelGeometry, dtype: str | None) -> ModelGeometry:
     if dtype in (None, "auto"):
         return geometry
-    return geometry.model_copy(update={"dtype": hf_config.checked_dtype(str(dtype))})
+    return geometry.model_copy(update={"dtype": checked_dtype(str(dtype))})

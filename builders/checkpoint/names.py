@@ -6,7 +6,7 @@ Every stored tensor is used by one recipe or ignored for a stated reason; every 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,18 +20,41 @@ if TYPE_CHECKING:
 
     Join = Callable[[list[torch.Tensor]], torch.Tensor]
 
-EMBEDDING = "embeddings.weight"
-OUTPUT_MATRIX = "lm_head.weight"
 
-# "backbone." in published checkpoints and on disk; "model." is transformers' name in memory.
-_PREFIX = re.compile(r"^(?:backbone|model)\.(?=(?:embeddings|layers|norm_f|mtp)\.)")
+@dataclass(frozen=True)
+class Parts:
+    """What a target is made of.
 
-_IGNORED = (
-    (re.compile(r"^mtp\."), "the multi-token prediction head is not run"),
-    (re.compile(r"\.rotary_emb\.inv_freq$"), "a constant; the attention has no positional encoding"),
-)
+    Attributes:
+        sources: plain name and shape of each stored tensor, in order.
+        join: their values -> the target's values.
+    """
 
-_RENAMED = {"embedding.weight": EMBEDDING, "final_norm.weight": "norm_f.weight"}
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+    join: Join
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How a family's checkpoints name their tensors.
+
+    Attributes:
+        prefix: what differs between publishers, at the beginning of a stored name.
+        embedding: plain name of the embedding.
+        output_matrix: plain name of the output matrix.
+        parts: target and model -> what the target is made of.
+        ignored: pattern of a plain name -> why such a tensor is left out.
+    """
+
+    prefix: re.Pattern[str]
+    embedding: str
+    output_matrix: str
+    parts: Callable[[TensorSpec, ModelGeometry], Parts]
+    ignored: tuple[tuple[re.Pattern[str], str], ...]
+
+    def plain_name(self, stored: str) -> str:
+        """Return a stored name without the prefix that differs between publishers."""
+        return self.prefix.sub("", stored)
 
 
 @dataclass(frozen=True)
@@ -88,19 +111,15 @@ def cast(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     return converted
 
 
-def plain_name(stored: str) -> str:
-    """Return a stored name without the prefix that differs between publishers."""
-    return _PREFIX.sub("", stored)
-
-
 def make_recipes(
-    geometry: ModelGeometry, index: Mapping[str, SourceTensor], *, use_conv_bias: bool
+    geometry: ModelGeometry, index: Mapping[str, SourceTensor], naming: Naming, *, use_conv_bias: bool
 ) -> tuple[tuple[Recipe, ...], dict[str, str]]:
     """Account for every tensor of a checkpoint.
 
     Args:
         geometry: the model; it decides the targets.
         index: the stored tensors.
+        naming: how they are named.
         use_conv_bias: whether convolution biases are stored; zeros stand in for them otherwise.
 
     Returns:
@@ -110,14 +129,19 @@ def make_recipes(
         CheckpointError: missing, unexpected, doubled, misshapen or mistyped tensors: all of them in one message.
     """
     problems: list[str] = []
-    stored = _by_plain_name(index, problems)
-    recipes = [_make_recipe(spec, geometry, stored, use_conv_bias, problems) for spec in weight_specs(geometry)]
+    stored = _by_plain_name(index, naming, problems)
+    recipes = [
+        Recipe(spec, (), concatenate)
+        if spec.name.endswith(".conv1d.bias") and not use_conv_bias
+        else _make_recipe(spec, naming.parts(spec, geometry), stored, problems)
+        for spec in weight_specs(geometry)
+    ]
     used = {source.name for recipe in recipes for source in recipe.sources}
     ignored: dict[str, str] = {}
     for name, source in sorted(stored.items()):
         if source.name in used:
             continue
-        reason = _reason_to_ignore(name, geometry)
+        reason = _reason_to_ignore(name, naming, geometry)
         if reason is None:
             problems.append(f"{source.name}: unexpected {list(source.shape)}; no part of this model uses it")
         else:
@@ -136,33 +160,25 @@ def _list(problems: list[str], limit: int = 20) -> str:
     )
 
 
-def _by_plain_name(index: Mapping[str, SourceTensor], problems: list[str]) -> dict[str, SourceTensor]:
+def _by_plain_name(index: Mapping[str, SourceTensor], naming: Naming, problems: list[str]) -> dict[str, SourceTensor]:
     stored: dict[str, SourceTensor] = {}
     for source in index.values():
-        name = plain_name(source.name)
+        name = naming.plain_name(source.name)
         if name in stored:
             problems.append(f"{source.name}: stored twice, also as {stored[name].name}")
         stored[name] = source
     return stored
 
 
-def _reason_to_ignore(name: str, geometry: ModelGeometry) -> str | None:
-    if name == OUTPUT_MATRIX and geometry.tie_word_embeddings:
+def _reason_to_ignore(name: str, naming: Naming, geometry: ModelGeometry) -> str | None:
+    if name == naming.output_matrix and geometry.tie_word_embeddings:
         return "equal to the embedding, which serves for both"
-    return next((reason for pattern, reason in _IGNORED if pattern.search(name)), None)
+    return next((reason for pattern, reason in naming.ignored if pattern.search(name)), None)
 
 
-def _make_recipe(
-    spec: TensorSpec,
-    geometry: ModelGeometry,
-    stored: Mapping[str, SourceTensor],
-    use_conv_bias: bool,
-    problems: list[str],
-) -> Recipe:
-    if spec.name.endswith(".conv1d.bias") and not use_conv_bias:
-        return Recipe(spec, (), _concatenate)
+def _make_recipe(spec: TensorSpec, parts: Parts, stored: Mapping[str, SourceTensor], problems: list[str]) -> Recipe:
     sources: list[SourceTensor] = []
-    for name, shape in _parts(spec, geometry):
+    for name, shape in parts.sources:
         source = stored.get(name)
         if source is None:
             problems.append(f"{name}: missing; needed {list(shape)}")
@@ -172,32 +188,11 @@ def _make_recipe(
             problems.append(f"{source.name}: found type {source.dtype}; needed one of {', '.join(SOURCE_DTYPE_BYTES)}")
         if source is not None:
             sources.append(source)
-    return Recipe(spec, tuple(sources), _decay_rate if spec.name.endswith(".mixer.A") else _concatenate)
+    return Recipe(spec, tuple(sources), parts.join)
 
 
-def _parts(spec: TensorSpec, geometry: ModelGeometry) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the plain name and shape of each stored part of a target."""
-    shape = tuple(int(size) for size in spec.shape)
-    layer, _, role = spec.name.rpartition(".mixer.")
-    if role == "A":
-        yield f"{layer}.mixer.A_log", shape
-    elif role == "conv1d.weight":
-        yield spec.name, (shape[0], 1, shape[1])
-    elif role == "qkv.weight":
-        a = geometry.attention
-        assert a is not None, "a geometry with attention layers describes them"
-        for part, n_heads in (("q", a.n_query_heads), ("k", a.n_kv_heads), ("v", a.n_kv_heads)):
-            yield f"{layer}.mixer.{part}_proj.weight", (n_heads * a.head_dim, shape[1])
-    else:
-        yield _RENAMED.get(spec.name, spec.name), shape
-
-
-def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+def concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Join along the first axis; one part is handed on as it is."""
     import torch
 
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _decay_rate(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return ``A = -exp(A_log)`` in fp32 (Mamba-2's parametrisation)."""
-    return -parts[0].float().exp()

@@ -43,6 +43,12 @@ def make_config(geometry: ModelGeometry) -> dict[str, Any]:
     }
     if a := geometry.attention:
         keys |= {"num_attention_heads": a.n_query_heads, "num_key_value_heads": a.n_kv_heads, "head_size": a.head_dim}
+        if a.rotary_dim:
+            keys |= {
+                "position_embedding_type": "rope_gpt_neox",
+                "rotary_base": a.rope_theta,
+                "rotary_pct": a.rotary_dim / a.head_dim,
+            }
     if p := geometry.mlp:
         keys |= {"intermediate_size": p.d_ff, "hidden_act": p.activation}
     if m := geometry.mamba2:
@@ -55,7 +61,16 @@ def make_config(geometry: ModelGeometry) -> dict[str, Any]:
             "ngroups": m.n_groups,
             "ssm_rmsnorm": True,
         }
-    return keys | {OWN_KEY: {"schema": SCHEMA, "geometry": geometry.model_dump(mode="json")}}
+    if g := geometry.gated_delta_net:
+        keys |= {
+            "linear_num_key_heads": g.n_key_heads,
+            "linear_num_value_heads": g.n_value_heads,
+            "linear_key_head_dim": g.key_dim,
+            "linear_value_head_dim": g.value_dim,
+            "linear_conv_kernel_dim": g.d_conv,
+        }
+    own = geometry.model_dump(mode="json", exclude_defaults=True)
+    return keys | {OWN_KEY: {"schema": SCHEMA, "geometry": own}}
 
 
 def write_config(folder: Path, geometry: ModelGeometry) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_replayssm.builders.checkpoint.families import nemotron_h_names, qwen_names
 from trtllm_replayssm.builders.checkpoint.hf_config import read_hf_config
 from trtllm_replayssm.builders.checkpoint.index import SourceTensor, read_index
-from trtllm_replayssm.builders.checkpoint.names import EMBEDDING, OUTPUT_MATRIX, Recipe, make_recipes, plain_name
-from trtllm_replayssm.contract.geometry import ModelGeometry
+from trtllm_replayssm.builders.checkpoint.names import Naming, Recipe, make_recipes
+from trtllm_replayssm.contract.geometry import Architecture, ModelGeometry
 from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
 from trtllm_replayssm.errors import CheckpointError
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 _logger = logging.getLogger(__name__)
+
+_NAMINGS: dict[Architecture, Naming] = {
+    "NemotronHForCausalLM": nemotron_h_names.NAMING,
+    "Qwen3NextForCausalLM": qwen_names.NAMING,
+    "Qwen3_5ForCausalLM": qwen_names.NAMING,
+}
 
 # Rows compared at a time when two matrices may be one: a few megabytes.
 _COMPARED_ROWS = 1024
@@ -72,8 +79,9 @@ def open_source(folder: Path, dtype: str | None = None) -> CheckpointSource:
     """
     config = read_hf_config(folder, dtype)
     index = read_index(folder)
-    geometry, notes = _resolve_output_matrix(config.geometry, index)
-    recipes, ignored = make_recipes(geometry, index, use_conv_bias=config.use_conv_bias)
+    naming = _NAMINGS[config.geometry.architecture]
+    geometry, notes = _resolve_output_matrix(config.geometry, index, naming)
+    recipes, ignored = make_recipes(geometry, index, naming, use_conv_bias=config.use_conv_bias)
     return CheckpointSource(folder, geometry, recipes, ignored, notes)
 
 
@@ -98,7 +106,7 @@ def stream_weights(folder: Path, geometry: ModelGeometry) -> Iterator[tuple[str,
 
 
 def _resolve_output_matrix(
-    geometry: ModelGeometry, index: Mapping[str, SourceTensor]
+    geometry: ModelGeometry, index: Mapping[str, SourceTensor], naming: Naming
 ) -> tuple[ModelGeometry, tuple[str, ...]]:
     """Decide whether the embedding also serves as output matrix.
 
@@ -108,13 +116,13 @@ def _resolve_output_matrix(
     """
     if not geometry.tie_word_embeddings:
         return geometry, ()
-    stored = {plain_name(name): source for name, source in index.items()}
-    matrix, embedding = stored.get(OUTPUT_MATRIX), stored.get(EMBEDDING)
+    stored = {naming.plain_name(name): source for name, source in index.items()}
+    matrix, embedding = stored.get(naming.output_matrix), stored.get(naming.embedding)
     if matrix is None or embedding is None or _equal(matrix, embedding):
         return geometry, ()
     note = (
-        f"config.json says tie_word_embeddings, yet {OUTPUT_MATRIX} differs from the embedding; the stored matrix is "
-        "used, as transformers does."
+        f"config.json says tie_word_embeddings, yet {naming.output_matrix} differs from the embedding; the stored "
+        "matrix is used, as transformers does."
     )
     return geometry.model_copy(update={"tie_word_embeddings": False}), (note,)
 

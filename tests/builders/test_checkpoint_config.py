@@ -38,7 +38,7 @@ def test_the_published_nano_9b_v2_config_gives_its_published_shapes() -> None:
     geometry = parse_geometry(published())
     assert geometry.dtype == "bfloat16"
     assert (geometry.d_model, geometry.vocab_size, geometry.norm_eps) == (4480, 131072, 1e-5)
-    assert [len(geometry.layers_of(kind)) for kind in LayerType] == [27, 4, 25]
+    assert [len(geometry.layers_of(kind)) for kind in LayerType] == [27, 0, 4, 25]
     assert geometry.layers_of(LayerType.ATTENTION) == (14, 21, 30, 39)
     assert geometry.mamba2 == Mamba2Geometry(n_heads=128, head_dim=80, d_state=128, n_groups=8, d_conv=4)
     assert geometry.mamba2.d_inner == 10240, "mamba_num_heads * mamba_head_dim, not expand * hidden_size"

@@ -1,12 +1,11 @@
-"""Every key of a ``nemotron_h`` config.json: read, held to one value, or ignored for a reason.
-
-A key in none of the three tables is an error: a setting that nobody reads could change the model silently.
-"""
+"""Every key of a ``nemotron_h`` config.json."""
 
 from typing import Any, Final
 
-# Values that are read. Several spellings of one value must agree.
-SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
+from trtllm_replayssm.builders.checkpoint.families import reasons
+from trtllm_replayssm.builders.checkpoint.hf_reader import KeyTable
+
+_SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "architectures": ("architectures",),
     "model_type": ("model_type",),
     "dtype": ("dtype", "torch_dtype"),
@@ -31,10 +30,9 @@ SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "eos_token_id": ("eos_token_id",),
 }
 
-# Settings that this version has one form of: (values that mean that form, what it is).
 _NO_BIAS = ((False,), "linear layers without bias")
 _UNBOUNDED = ([0.0, float("inf")],)
-FIXED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+_FIXED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "use_bias": _NO_BIAS,
     "mlp_bias": _NO_BIAS,
     "mamba_proj_bias": _NO_BIAS,
@@ -52,39 +50,32 @@ FIXED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "rope_scaling": ((None,), "attention without positional encoding"),
 }
 
-_INITIALISATION = "used when weights are initialised, not when they are run"
-_TRAINING = "used in training alone"
-_API = "a switch of the transformers library's own interface"
-_EXPERTS = "describes expert layers, of which this model has none"
-_MTP = "describes the multi-token prediction head, which is not run"
 _NO_POSITIONS = "the attention of this architecture has no positional encoding"
-_TOKENIZER = "the tokenizer's own template begins a text; rows of a batch are not padded"
-_BOOKKEEPING = "names who wrote the file, and how to load it there"
 
-IGNORED: Final[dict[str, str]] = {
-    **dict.fromkeys(("_name_or_path", "_commit_hash", "auto_map", "transformers_version"), _BOOKKEEPING),
-    **dict.fromkeys(("attention_dropout", "hidden_dropout"), _TRAINING),
-    **dict.fromkeys(("initializer_range", "rescale_prenorm_residual", "time_step_rank"), _INITIALISATION),
+_IGNORED: Final[dict[str, str]] = {
+    **dict.fromkeys(("_name_or_path", "_commit_hash", "auto_map", "transformers_version"), reasons.BOOKKEEPING),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), reasons.TRAINING),
+    **dict.fromkeys(("initializer_range", "rescale_prenorm_residual", "time_step_rank"), reasons.INITIALISATION),
     # transformers also clamps a prompt's time steps from below at time_step_min, though neither its decode step nor
     # NVIDIA's published code does (there time_step_limit rules). A clamp in one of the two paths alone would make
     # generation depend on how the tokens were fed, so there is none here.
-    **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor"), _INITIALISATION),
-    **dict.fromkeys(("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"), _INITIALISATION),
+    **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor"), reasons.INITIALISATION),
+    **dict.fromkeys(("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"), reasons.INITIALISATION),
     **dict.fromkeys(("expand", "mamba_expand"), "d_inner is mamba_num_heads * mamba_head_dim"),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), "tokens per block of a prompt's scan; the result is the same"),
-    **dict.fromkeys(("bos_token_id", "pad_token_id"), _TOKENIZER),
-    "mamba_ssm_cache_dtype": "the state's type is the user's choice (ReplayConfig.state_dtype)",
-    **dict.fromkeys(("use_cache", "num_logits_to_keep", "use_mamba_kernels", "output_router_logits"), _API),
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict", "use_return_dict"), _API),
-    **dict.fromkeys(("_attn_implementation", "_attn_implementation_autoset", "is_decoder"), _API),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), reasons.TOKENIZER),
+    "mamba_ssm_cache_dtype": reasons.STATE_DTYPE,
+    **dict.fromkeys(("use_cache", "num_logits_to_keep", "use_mamba_kernels", "output_router_logits"), reasons.API),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict", "use_return_dict"), reasons.API),
+    **dict.fromkeys(("_attn_implementation", "_attn_implementation_autoset", "is_decoder"), reasons.API),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_parameters"), _NO_POSITIONS),
-    **dict.fromkeys(("n_routed_experts", "num_local_experts", "n_shared_experts", "moe_intermediate_size"), _EXPERTS),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size", "num_experts_per_tok"), _EXPERTS),
-    **dict.fromkeys(("moe_shared_expert_overlap", "routed_scaling_factor", "norm_topk_prob"), _EXPERTS),
-    **dict.fromkeys(("n_group", "topk_group"), _EXPERTS),
-    **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"), _MTP),
+    **dict.fromkeys(
+        ("n_routed_experts", "num_local_experts", "n_shared_experts", "moe_intermediate_size"), reasons.EXPERTS
+    ),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size", "num_experts_per_tok"), reasons.EXPERTS),
+    **dict.fromkeys(("moe_shared_expert_overlap", "routed_scaling_factor", "norm_topk_prob"), reasons.EXPERTS),
+    **dict.fromkeys(("n_group", "topk_group"), reasons.EXPERTS),
+    **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"), reasons.MTP),
 }
 
-KNOWN: Final[frozenset[str]] = frozenset(
-    {spelling for spellings in SPELLINGS.values() for spelling in spellings} | FIXED.keys() | IGNORED.keys()
-)
+KEYS: Final = KeyTable(_SPELLINGS, _FIXED, _IGNORED)
