@@ -47,7 +47,7 @@ class Inspection(Frozen):
         path: the folder.
         kind: of folder.
         geometry: of the model.
-        pattern: one letter per layer: M (Mamba-2), * (attention), - (MLP).
+        pattern: one letter per layer: M (Mamba-2), G (Gated DeltaNet), * (attention), - (MLP).
         layers: layer type -> how many.
         num_parameters: elements of all weights.
         weights_bytes: bytes of all weights.

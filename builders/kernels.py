@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from trtllm_replayssm.contract.geometry import ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2
+from trtllm_replayssm.contract.geometry import LayerType, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2
+from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins.compile_image import architecture_of, capability_of, is_exact, kernel_image
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
@@ -16,8 +17,14 @@ def specializations(geometry: ModelGeometry, replay: ReplayGeometry) -> dict[str
     """Return op_type -> the constants its kernels are compiled for; empty without recurrent layers.
 
     Raises:
-        UnsupportedError: there is no kernel for the model's shapes.
+        UnsupportedError: there is no kernel for the model's layers or shapes.
     """
+    if geometry.gated_delta_net is not None:
+        raise UnsupportedError(
+            f"Gated DeltaNet: found {len(geometry.layers_of(LayerType.GATED_DELTA_NET))} layers of it; needed the plugin "
+            f"{GATED_DELTA_NET.op_type} and its kernels, which this version does not have: no engine can be built, and "
+            'no GPU used. Run the model on the CPU with executor="torch", device="cpu" (--executor torch --device cpu).'
+        )
     m = geometry.mamba2
     if m is None:
         return {}

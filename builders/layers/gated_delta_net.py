@@ -52,17 +52,27 @@ class GatedDeltaNet(nn.Module):
         q, k, v = qkv.split((g.d_key, g.d_key, g.d_value), dim=-1)
         q, k = (torch.unflatten(x, -1, (g.n_key_heads, g.key_dim)) for x in (q, k))
         v, z = (torch.unflatten(x, -1, (g.n_value_heads, g.value_dim)) for x in (v, z))
-        o, recurrent = self.recurrence((q, k, v, a, b), step, states[1:])
+        o, recurrent = self.recurrence(q, k, v, a, b, step, states[1:])
         return self.out_proj(self.norm(o, z).flatten(-2)), (conv_ring, *recurrent)
 
     def recurrence(
-        self, inputs: tuple[torch.Tensor, ...], step: Step, states: tuple[torch.Tensor, ...]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        step: Step,
+        states: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run the gated delta rule.
 
         Args:
-            inputs: q and k [B, S, Hk, K], not normalised; v [B, S, Hv, V]; a and b [B, S, Hv], raw: before bias and
-                softplus, and before the sigmoid.
+            q: [B, S, Hk, K], raw: before normalisation and scale.
+            k: [B, S, Hk, K], raw.
+            v: [B, S, Hv, V].
+            a: [B, S, Hv], raw: before bias and softplus.
+            b: [B, S, Hv], raw: before the sigmoid.
             step: lengths and slots.
             states: in-out, the layer's states without the convolution ring.
 
@@ -70,12 +80,20 @@ class GatedDeltaNet(nn.Module):
             (o [B, S, Hv, V], present states).
         """
         if onnx_ops.is_exporting():
-            return onnx_ops.gated_delta_net(inputs, (self.A_log, self.dt_bias), states, step, self.replay)
+            return onnx_ops.gated_delta_net((q, k, v, a, b), (self.A_log, self.dt_bias), states, step, self.replay)
+        ssm_state, k_ring, u_ring, g_ring = states
         o = ops.gated_delta_net(
-            *inputs,
+            q,
+            k,
+            v,
+            a,
+            b,
             self.A_log,
             self.dt_bias,
-            *states,
+            ssm_state,
+            k_ring,
+            u_ring,
+            g_ring,
             step.past_lengths,
             step.checkpoint_lengths,
             step.num_tokens,
@@ -95,15 +113,27 @@ class ConventionalGatedDeltaNet(GatedDeltaNet):
     num_states = 2
 
     def recurrence(
-        self, inputs: tuple[torch.Tensor, ...], step: Step, states: tuple[torch.Tensor, ...]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        step: Step,
+        states: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run the gated delta rule on ``ssm_snapshots [slots, T + 1, Hv, K, V]``; see the base class."""
         assert not onnx_ops.is_exporting(), "the conventional decode exists for comparison in torch alone"
+        (ssm_snapshots,) = states
         o = ops.gated_delta_net_conventional(
-            *inputs,
+            q,
+            k,
+            v,
+            a,
+            b,
             self.A_log,
             self.dt_bias,
-            *states,
+            ssm_snapshots,
             step.past_lengths,
             step.num_tokens,
             step.slot_ids,

@@ -52,8 +52,14 @@ def _model_table(found: Inspection) -> Table:
         facts["mamba2"] = (
             f"{m.n_heads} heads x {m.head_dim}, d_state {m.d_state}, {m.n_groups} groups, d_conv {m.d_conv}"
         )
+    if g := geometry.gated_delta_net:
+        facts["gated_delta_net"] = (
+            f"{g.n_key_heads} key heads x {g.key_dim}, {g.n_value_heads} value heads x {g.value_dim}, d_conv {g.d_conv}"
+        )
     if a := geometry.attention:
-        facts["attention"] = f"{a.n_query_heads} query, {a.n_kv_heads} key/value heads x {a.head_dim}"
+        rotary = f", {a.rotary_dim} channels rotated, base {a.rope_theta:,.0f}" if a.rope_theta else ""
+        gate = ", output gate" if a.has_output_gate else ""
+        facts["attention"] = f"{a.n_query_heads} query, {a.n_kv_heads} key/value heads x {a.head_dim}{rotary}{gate}"
     if p := geometry.mlp:
         facts["mlp"] = f"d_ff {p.d_ff}, {p.activation}"
     place = "in the folder" if found.has_weights else "not in the folder"

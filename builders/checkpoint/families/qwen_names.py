@@ -81,7 +81,7 @@ def _take_apart(parts: list[torch.Tensor], g: GatedDeltaNetGeometry) -> torch.Te
     """Sort the rows of Qwen3-Next's matrices: each key head has its q, k, v and z side by side, and its b and a."""
     import torch
 
-    qkvz, ba = (part.unflatten(0, (g.n_key_heads, -1)) for part in parts)
+    qkvz, ba = (torch.unflatten(part, 0, (g.n_key_heads, -1)) for part in parts)
     values = g.d_value // g.n_key_heads
     q, k, v, z = qkvz.split((g.key_dim, g.key_dim, values, values), dim=1)
     b, a = ba.chunk(2, dim=1)
@@ -94,7 +94,7 @@ def _qkv_parts(mixer: str, a: AttentionGeometry, d_model: int) -> Parts:
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
         import torch
 
-        query, gate = parts[0].unflatten(0, (a.n_query_heads, 2, a.head_dim)).unbind(1)
+        query, gate = torch.unflatten(parts[0], 0, (a.n_query_heads, 2, a.head_dim)).unbind(1)
         return torch.cat((query.flatten(0, 1), *parts[1:], gate.flatten(0, 1)))
 
     rows = {"q": 2 * a.d_query, "k": a.n_kv_heads * a.head_dim, "v": a.n_kv_heads * a.head_dim}
