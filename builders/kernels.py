@@ -21,8 +21,8 @@ def specializations(geometry: ModelGeometry, replay: ReplayGeometry) -> dict[str
     """
     if geometry.gated_delta_net is not None:
         raise UnsupportedError(
-            f"Gated DeltaNet: found {len(geometry.layers_of(LayerType.GATED_DELTA_NET))} layers of it; needed the plugin "
-            f"{GATED_DELTA_NET.op_type} and its kernels, which this version does not have: no engine can be built, and "
+            f"Gated DeltaNet: found {len(geometry.layers_of(LayerType.GATED_DELTA_NET))} layers; needed the plugin "
+            f"{GATED_DELTA_NET.op_type} and its kernels, which this version does not have: no engine can be built and "
             'no GPU used. Run the model on the CPU with executor="torch", device="cpu" (--executor torch --device cpu).'
         )
     m = geometry.mamba2

@@ -79,11 +79,21 @@ def gated_delta_net_ring_row_bytes(m: GatedDeltaNetGeometry, activation_dtype: s
 
 def checkpoint_bytes(geometry: ModelGeometry, state_dtype: str) -> int:
     """Return the bytes of one slot's recurrent states, all layers: what a flush writes."""
-    layers = len(geometry.layers_of(LayerType.MAMBA2))
-    return 0 if geometry.mamba2 is None else layers * mamba2_checkpoint_bytes(geometry.mamba2, state_dtype)
+    total = 0
+    if m := geometry.mamba2:
+        total += len(geometry.layers_of(LayerType.MAMBA2)) * mamba2_checkpoint_bytes(m, state_dtype)
+    if g := geometry.gated_delta_net:
+        layers = len(geometry.layers_of(LayerType.GATED_DELTA_NET))
+        total += layers * gated_delta_net_checkpoint_bytes(g, state_dtype)
+    return total
 
 
 def ring_row_bytes(geometry: ModelGeometry) -> int:
-    """Return the bytes of one token's x, B and dt ring rows, all layers: what a window token appends."""
-    layers = len(geometry.layers_of(LayerType.MAMBA2))
-    return 0 if geometry.mamba2 is None else layers * mamba2_ring_row_bytes(geometry.mamba2, geometry.dtype)
+    """Return the bytes of one token's ring rows but the convolution's, all layers: what a window token appends."""
+    total = 0
+    if m := geometry.mamba2:
+        total += len(geometry.layers_of(LayerType.MAMBA2)) * mamba2_ring_row_bytes(m, geometry.dtype)
+    if g := geometry.gated_delta_net:
+        layers = len(geometry.layers_of(LayerType.GATED_DELTA_NET))
+        total += layers * gated_delta_net_ring_row_bytes(g, geometry.dtype)
+    return total

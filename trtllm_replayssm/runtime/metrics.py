@@ -1,6 +1,6 @@
 """What happened, counted: requests, tokens, steps, drafts, flushes, and the state bytes that the protocol moves.
 
-State bytes are those of the recurrent layers: checkpoint and x, B, dt ring rows. The convolution ring, the key/value
+State bytes are those of the recurrent layers: checkpoint and rows of its rings. The convolution ring, the key/value
 cache and the weights are the same with and without replay and are left out. Per row of a step, with c, f, n the
 protocol's symbols, ``state`` the bytes of one slot's checkpoint and ``ring row`` those of one token's rows:
 
