@@ -1,12 +1,13 @@
 """The modules against ``transformers``, and what their states may and may not hold."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.builders.tiny_geometry import is_cache, poisoned_states, random_model, tiny_geometry
-from tests.tiny_models import make_nemotron_h
+from tests.builders.tiny_geometry import is_cache, poisoned_states, random_model, tiny_geometry, tiny_qwen_geometry
+from tests.tiny_models import make_nemotron_h, make_qwen
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract import protocol
@@ -53,21 +54,39 @@ def run_through(
     return torch.cat(outputs)
 
 
+FAMILIES = {"nemotron_h": tiny_geometry, "qwen": tiny_qwen_geometry}
+
+
 @pytest.mark.parametrize(
-    ("options", "history"),
+    ("make", "options", "history"),
     [
-        pytest.param({"pattern": "M-M*-M-", "n_groups": 1, "head_dim": 64}, 8, id="groups1-dim64"),
-        pytest.param({"pattern": "*M-MM", "n_groups": 8, "head_dim": 80, "d_state": 32}, 1, id="groups8-dim80"),
-        pytest.param({"pattern": "MM-*", "tied": True, "use_conv_bias": False}, 32, id="tied-no-bias"),
+        pytest.param(make_nemotron_h, {"pattern": "M-M*-M-", "n_groups": 1, "head_dim": 64}, 8, id="groups1-dim64"),
+        pytest.param(
+            make_nemotron_h, {"pattern": "*M-MM", "n_groups": 8, "head_dim": 80, "d_state": 32}, 1, id="groups8-dim80"
+        ),
+        pytest.param(make_nemotron_h, {"pattern": "MM-*", "tied": True, "use_conv_bias": False}, 32, id="tied-no-bias"),
+        pytest.param(make_qwen, {"pattern": "GG*G"}, 8, id="qwen3_5"),
+        pytest.param(
+            make_qwen,
+            {"family": "qwen3_next", "pattern": "*GG", "n_key_heads": 3, "n_value_heads": 6, "value_dim": 24},
+            1,
+            id="qwen3_next-wide-values",
+        ),
+        pytest.param(
+            make_qwen,
+            {"pattern": "G*", "tied": True, "n_kv_heads": 1, "partial_rotary_factor": 1.0, "d_conv": 3},
+            32,
+            id="qwen3_5-tied-all-channels-rotated",
+        ),
     ],
 )
 def test_logits_equal_those_of_transformers_in_prompt_and_decode(
-    tmp_path: Path, options: dict[str, object], history: int
+    tmp_path: Path, make: Callable[..., Path], options: dict[str, object], history: int
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    folder = make_nemotron_h(tmp_path / "model", seed=5, **options)  # type: ignore[arg-type]
+    folder = make(tmp_path / "model", seed=5, **options)
     tokens = torch.randint(3, 320, (50,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder)(tokens[None]).logits[0]
@@ -81,10 +100,11 @@ def test_logits_equal_those_of_transformers_in_prompt_and_decode(
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("pattern", ["M-*M", "*-", "M"])
+@pytest.mark.parametrize("pattern", ["M-*M", "*-", "M", "G-*-", "G"])
 def test_parameters_are_the_tensors_of_a_rank_checkpoint(pattern: str) -> None:
+    make = tiny_qwen_geometry if "G" in pattern else tiny_geometry
     for tied in (False, True):
-        geometry = tiny_geometry(pattern, tie_word_embeddings=tied, dtype="bfloat16")
+        geometry = make(pattern, tie_word_embeddings=tied, dtype="bfloat16")
         with torch.device("meta"):
             model = create_model(geometry, ReplayGeometry())
         found = {name: (str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in model.named_parameters()}
@@ -92,8 +112,9 @@ def test_parameters_are_the_tensors_of_a_rank_checkpoint(pattern: str) -> None:
         assert all(p.is_meta for p in model.parameters())
 
 
-def test_windows_of_any_length_give_the_logits_of_one_prompt() -> None:
-    geometry, replay = tiny_geometry(), ReplayGeometry(history=8, max_draft_len=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_of_any_length_give_the_logits_of_one_prompt(family: str) -> None:
+    geometry, replay = FAMILIES[family](), ReplayGeometry(history=8, max_draft_len=3)
     model = random_model(geometry, replay)
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(2))
     whole = run_through(model, replay, tokens, [40], 0, poisoned_states(geometry, replay, LIMITS))
@@ -102,13 +123,14 @@ def test_windows_of_any_length_give_the_logits_of_one_prompt() -> None:
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("pattern", ["*", "*M*", "M*-*"])
+@pytest.mark.parametrize("pattern", ["*", "*M*", "M*-*", "G-*-", "*G*-"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("seq_len", [4, 20], ids=["window", "prompt"])
 def test_a_token_that_is_not_finite_reaches_itself_and_no_token_before_it(
     pattern: str, value: float, seq_len: int
 ) -> None:
-    geometry, replay = tiny_geometry(pattern), ReplayGeometry(history=8, max_draft_len=3)
+    make = tiny_qwen_geometry if "G" in pattern else tiny_geometry
+    geometry, replay = make(pattern), ReplayGeometry(history=8, max_draft_len=3)
     model = random_model(geometry, replay)
     tokens = torch.arange(5, 5 + 3 + seq_len)
     spoilt = 3 + seq_len // 2
@@ -123,8 +145,9 @@ def test_a_token_that_is_not_finite_reaches_itself_and_no_token_before_it(
     assert not found[spoilt].isfinite().any()
 
 
-def test_conventional_decode_gives_the_same_logits() -> None:
-    geometry, replay = tiny_geometry(), ReplayGeometry(history=8, max_draft_len=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conventional_decode_gives_the_same_logits(family: str) -> None:
+    geometry, replay = FAMILIES[family](), ReplayGeometry(history=8, max_draft_len=3)
     tokens = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(3))
     windows = [9, 4, 1, 1, 2, 3, 4, 1, 4, 1]
     found = {
@@ -157,8 +180,9 @@ def step_of_three_rows(
     return logits
 
 
-def test_padding_rows_and_invalid_tokens_write_no_byte() -> None:
-    geometry, replay = tiny_geometry(), ReplayGeometry(history=8, max_draft_len=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_rows_and_invalid_tokens_write_no_byte(family: str) -> None:
+    geometry, replay = FAMILIES[family](), ReplayGeometry(history=8, max_draft_len=3)
     model = random_model(geometry, replay)
     states = {name: torch.randn_like(value) for name, value in poisoned_states(geometry, replay, LIMITS).items()}
     before = {name: value.clone() for name, value in states.items()}

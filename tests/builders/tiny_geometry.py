@@ -9,6 +9,7 @@ from trtllm_replayssm.contract.geometry import (
     LAYER_LETTERS,
     AttentionGeometry,
     EngineLimits,
+    GatedDeltaNetGeometry,
     Mamba2Geometry,
     MlpGeometry,
     ModelGeometry,
@@ -38,6 +39,31 @@ def tiny_geometry(pattern: str = "M-*M", **changes: Any) -> ModelGeometry:
     return ModelGeometry(**(values | changes))
 
 
+def tiny_qwen_geometry(pattern: str = "G-*-", **changes: Any) -> ModelGeometry:
+    """The same with the layers of Qwen3.5: no two widths are the same."""
+    has_attention, has_mlp = "*" in pattern, "-" in pattern
+    values: dict[str, Any] = {
+        "architecture": "Qwen3_5ForCausalLM",
+        "mamba2": None,
+        "gated_delta_net": GatedDeltaNetGeometry(n_key_heads=2, n_value_heads=6, key_dim=16, value_dim=24, d_conv=4)
+        if "G" in pattern
+        else None,
+        "attention": AttentionGeometry(
+            n_query_heads=4,
+            n_kv_heads=2,
+            head_dim=32,
+            rotary_dim=8,
+            rope_theta=10000.0,
+            has_qk_norm=True,
+            has_output_gate=True,
+        )
+        if has_attention
+        else None,
+        "mlp": MlpGeometry(d_ff=96, activation="swiglu") if has_mlp else None,
+    }
+    return tiny_geometry(pattern, **(values | changes))
+
+
 def random_weights(geometry: ModelGeometry, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights of a scale that keeps activations near one."""
     generator = torch.Generator().manual_seed(seed)
@@ -49,6 +75,8 @@ def random_weights(geometry: ModelGeometry, seed: int = 0) -> dict[str, torch.Te
             normal = 1 + 0.2 * normal
         elif role == "A":
             normal = -(0.3 + normal.abs())
+        elif role == "A_log":
+            normal = 0.5 * normal
         elif role == "dt_bias":
             normal = normal - 2
         elif len(spec.shape) == 2 and not spec.name.startswith("embedding"):
