@@ -39,6 +39,15 @@ class ReplayMamba2(OpRun):
         return tuple(tensor.numpy() for tensor in (y, *tensors[7:11]))
 
 
+class ReplayGatedDeltaNet(OpRun):
+    op_domain = PLUGIN_NAMESPACE
+
+    def _run(self, *inputs: np.ndarray, history: int, max_draft_len: int, kernels: Any = None) -> Arrays:
+        tensors = _tensors(inputs)
+        o = ops.gated_delta_net(*tensors, history=history, max_draft_len=max_draft_len)
+        return tuple(tensor.numpy() for tensor in (o, *tensors[7:11]))
+
+
 class Evaluator:
     """An exported graph that can be stepped.
 
@@ -49,7 +58,7 @@ class Evaluator:
 
     def __init__(self, model: onnx.ModelProto, weights: dict[str, torch.Tensor]) -> None:
         model = _without_hints(model)
-        self._session = ReferenceEvaluator(model, new_ops=[ReplayCausalConv1d, ReplayMamba2])
+        self._session = ReferenceEvaluator(model, new_ops=[ReplayCausalConv1d, ReplayMamba2, ReplayGatedDeltaNet])
         self._weights = {name: tensor.numpy() for name, tensor in weights.items()}
 
     def step(

@@ -1,6 +1,7 @@
 """The exported graph: its bindings, its nodes, its kernels and its weights."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -8,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.builders.tiny_geometry import random_weights, tiny_geometry
+from tests.builders.tiny_geometry import random_weights, tiny_geometry, tiny_qwen_geometry
 from trtllm_replayssm.builders.export import embed_weights, export, set_kernels
 from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
-from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import PLUGINS
+from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, PLUGINS, PluginIO
 from trtllm_replayssm.contract.tensors import network_inputs, network_outputs
 from trtllm_replayssm.errors import CheckpointError
 
@@ -40,8 +41,17 @@ def test_the_process_that_exports_leaves_nothing_behind(tmp_path: Path, monkeypa
     assert not list(temporary.iterdir())
 
 
-def test_inputs_and_outputs_are_those_of_the_contract(graph: onnx.ModelProto) -> None:
-    geometry = tiny_geometry(dtype="bfloat16")
+@pytest.fixture(scope="module")
+def qwen_graph() -> onnx.ModelProto:
+    return export(tiny_qwen_geometry(dtype="bfloat16"), REPLAY, LIMITS)
+
+
+@pytest.mark.parametrize("make", [tiny_geometry, tiny_qwen_geometry])
+def test_inputs_and_outputs_are_those_of_the_contract(
+    make: Callable[..., ModelGeometry], request: pytest.FixtureRequest
+) -> None:
+    geometry = make(dtype="bfloat16")
+    graph = request.getfixturevalue("graph" if make is tiny_geometry else "qwen_graph")
     for found, needed in (
         (graph.graph.input, network_inputs(geometry, REPLAY, LIMITS)),
         (graph.graph.output, network_outputs(geometry, REPLAY, LIMITS)),
@@ -54,16 +64,43 @@ def test_inputs_and_outputs_are_those_of_the_contract(graph: onnx.ModelProto) ->
 
 def test_nodes_of_ours_have_the_inputs_outputs_and_fields_of_the_plugins(graph: onnx.ModelProto) -> None:
     for io in PLUGINS:
-        nodes = [node for node in graph.graph.node if node.op_type == io.op_type]
-        assert [node.name for node in nodes] == [f"layers.{layer}.mixer.{io.op_type}" for layer in (0, 3)]
-        for node in nodes:
-            assert node.domain == "trtllm_replayssm"
-            assert len(node.input) == len(io.inputs) and len(node.output) == len(io.outputs)
-            assert {attribute.name for attribute in node.attribute} == set(io.int_fields)
-            for output, source in io.aliases.items():
-                assert node.output[output].removeprefix("present_") == node.input[source].removeprefix("past_")
+        check_nodes(graph, io, layers=(0, 3))
+
+
+def test_nodes_of_a_gated_delta_net_have_those_of_its_plugin(qwen_graph: onnx.ModelProto) -> None:
+    for io in (CAUSAL_CONV1D, GATED_DELTA_NET):
+        check_nodes(qwen_graph, io, layers=(0,))
+    (node,) = (node for node in qwen_graph.graph.node if node.op_type == GATED_DELTA_NET.op_type)
+    roles = dict(zip(GATED_DELTA_NET.inputs, node.input, strict=True))
+    weights = {role: name.removeprefix("layers.0.mixer.") for role, name in roles.items() if "mixer" in name}
+    assert weights == {"A_log": "A_log", "dt_bias": "dt_bias"}
+    # z, b and a are packed in this order: of the last two, b has the earlier rows.
+    split = next(n for n in qwen_graph.graph.node if roles["a"] in n.output)
+    assert list(split.output)[2:] == [roles["b"], roles["a"]]
+
+
+def check_nodes(graph: onnx.ModelProto, io: PluginIO, layers: tuple[int, ...]) -> None:
+    nodes = [node for node in graph.graph.node if node.op_type == io.op_type]
+    assert [node.name for node in nodes] == [f"layers.{layer}.mixer.{io.op_type}" for layer in layers]
+    for node in nodes:
+        assert node.domain == "trtllm_replayssm"
+        assert len(node.input) == len(io.inputs) and len(node.output) == len(io.outputs)
+        assert {attribute.name for attribute in node.attribute} == set(io.int_fields)
+        for output, source in io.aliases.items():
+            assert node.output[output].removeprefix("present_") == node.input[source].removeprefix("past_")
     opsets = {entry.domain: entry.version for entry in graph.opset_import}
     assert opsets["trtllm_replayssm"] == 1 and opsets[""] == 24
+
+
+def test_rotation_is_the_standard_op_on_angles_made_once(qwen_graph: onnx.ModelProto) -> None:
+    nodes = qwen_graph.graph.node
+    turned = [node for node in nodes if node.op_type == "RotaryEmbedding"]
+    assert len(turned) == 2 and turned[0].input[1:] == turned[1].input[1:]
+    for node in turned:
+        assert {a.name: a.i for a in node.attribute} == {"interleaved": 0, "rotary_embedding_dim": 8}
+    assert [node.op_type for node in nodes if node.op_type in ("Cos", "Sin", "Pow")] == ["Cos", "Sin"]
+    (scatter, _) = (node for node in nodes if node.op_type == "TensorScatter")
+    assert scatter.input[1] == turned[1].output[0], "the cache holds rotated keys"
 
 
 def test_the_fields_carry_history_and_window(graph: onnx.ModelProto) -> None:
@@ -71,10 +108,11 @@ def test_the_fields_carry_history_and_window(graph: onnx.ModelProto) -> None:
     assert {attribute.name: attribute.i for attribute in node.attribute} == {"history": 8, "max_draft_len": 3}
 
 
-def test_nothing_is_left_that_the_parser_refuses(graph: onnx.ModelProto) -> None:
-    kinds = {node.op_type for node in graph.graph.node}
-    assert not kinds & {"SequenceAt", "SequenceConstruct", "SplitToSequence"}
-    assert {"TensorScatter", "Attention", "RMSNormalization"} <= kinds
+def test_nothing_is_left_that_the_parser_refuses(graph: onnx.ModelProto, qwen_graph: onnx.ModelProto) -> None:
+    for model in (graph, qwen_graph):
+        kinds = {node.op_type for node in model.graph.node}
+        assert not kinds & {"SequenceAt", "SequenceConstruct", "SplitToSequence"}
+        assert {"TensorScatter", "Attention", "RMSNormalization"} <= kinds
 
 
 def test_kernels_become_an_int8_tensor_attribute(graph: onnx.ModelProto) -> None:
