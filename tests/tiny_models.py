@@ -220,6 +220,10 @@ def _random_like(name: str, parameter: torch.Tensor, generator: torch.Generator)
     normal = torch.randn(parameter.shape, generator=generator)
     uniform = torch.rand(parameter.shape, generator=generator)
     role = re.split(r"(?:mixer|linear_attn)\.", name)[-1]
+    if role == "A_log" and "linear_attn" in name:
+        # Slow decays: fast ones leave small outputs, which the norm behind the recurrence makes large again together
+        # with their rounding errors, in transformers as here.
+        return (0.05 + 0.8 * uniform).log()
     if role == "A_log":
         return (0.5 + 8.0 * uniform).log()
     if role == "dt_bias":

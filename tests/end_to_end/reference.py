@@ -12,12 +12,12 @@ from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 
 class Reference:
-    """A folder's model in ``transformers``, in fp32 on the CPU."""
+    """A folder's model in ``transformers``, on the CPU; in fp32 unless told otherwise."""
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import NemotronHForCausalLM
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoModelForCausalLM
 
-        self.model: Any = NemotronHForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:

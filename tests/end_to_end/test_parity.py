@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.end_to_end.conftest import CONFIGS, DEFAULT, Checkpoints
-from tests.end_to_end.reference import FlushCounter, LogitRecorder
+from tests.end_to_end.conftest import CONFIGS, DEFAULTS, Checkpoint, Checkpoints
+from tests.end_to_end.reference import FlushCounter, LogitRecorder, Reference
 from tests.runtime.helpers import ScriptedDrafter
 from tests.tolerances import LOGITS_FP32
 from trtllm_replayssm import LLM, NGramDecodingConfig, ReplayConfig, SamplingParams
@@ -37,10 +37,15 @@ def tokens_of(llm: LLM, prompts: list[list[int]], max_tokens: int, **rules: Any)
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
+@pytest.fixture(scope="module", params=DEFAULTS)
+def checkpoint(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Checkpoint:
+    """Give one model of each family."""
+    return checkpoints[request.param]
+
+
 @pytest.fixture(scope="module")
-def plain(checkpoints: Checkpoints) -> dict[tuple[int, ...], list[int]]:
+def plain(checkpoint: Checkpoint) -> dict[tuple[int, ...], list[int]]:
     """Give what plain decoding appends to each prompt, checked against transformers."""
-    checkpoint = checkpoints[DEFAULT]
     generated = tokens_of(make_llm(checkpoint.folder), PROMPTS, LONG)
     for prompt, tokens in zip(PROMPTS, generated, strict=True):
         checkpoint.reference.assert_greedy(prompt, tokens)
@@ -80,10 +85,10 @@ def test_logits_equal_transformers_at_every_position(checkpoints: Checkpoints, n
     [(history, drafts) for history in (1, 2, 8, 16, 32) for drafts in (0, 1, 4) if history >= 1 + drafts],
 )
 def test_any_history_gives_the_same_tokens(
-    checkpoints: Checkpoints, plain: dict[tuple[int, ...], list[int]], history: int, max_draft_len: int
+    checkpoint: Checkpoint, plain: dict[tuple[int, ...], list[int]], history: int, max_draft_len: int
 ) -> None:
     speculative = NGramDecodingConfig(max_draft_len=max_draft_len) if max_draft_len else None
-    llm = make_llm(checkpoints[DEFAULT].folder, replay=ReplayConfig(history=history), speculative_config=speculative)
+    llm = make_llm(checkpoint.folder, replay=ReplayConfig(history=history), speculative_config=speculative)
     counter = FlushCounter(llm._executor)
     assert tokens_of(llm, PROMPTS, 70) == [plain[tuple(prompt)][:70] for prompt in PROMPTS]
     assert llm.metrics()["num_flushes"] == counter.num_flushes > 0
@@ -92,10 +97,10 @@ def test_any_history_gives_the_same_tokens(
 @pytest.mark.parametrize("enabled", [True, False], ids=["replay", "conventional"])
 @pytest.mark.parametrize("wrong_from", [0, 2, None], ids=["all_rejected", "two_accepted", "all_accepted"])
 def test_drafts_change_the_steps_and_never_the_tokens(
-    checkpoints: Checkpoints, plain: dict[tuple[int, ...], list[int]], wrong_from: int | None, enabled: bool
+    checkpoint: Checkpoint, plain: dict[tuple[int, ...], list[int]], wrong_from: int | None, enabled: bool
 ) -> None:
     drafter = ScriptedDrafter(plain, 4, wrong_from=wrong_from)
-    llm = make_llm(checkpoints[DEFAULT].folder, drafter=drafter, replay=ReplayConfig(history=9, enabled=enabled))
+    llm = make_llm(checkpoint.folder, drafter=drafter, replay=ReplayConfig(history=9, enabled=enabled))
     assert tokens_of(llm, PROMPTS, LONG) == list(plain.values())
     metrics = llm.metrics()
     accepted_a_step = {0: 0, 2: 2, None: 4}[wrong_from]
@@ -108,11 +113,11 @@ def test_drafts_change_the_steps_and_never_the_tokens(
 
 
 def test_the_conventional_mode_gives_the_same_tokens_and_moves_more_state(
-    checkpoints: Checkpoints, plain: dict[tuple[int, ...], list[int]]
+    checkpoint: Checkpoint, plain: dict[tuple[int, ...], list[int]]
 ) -> None:
     counted = {}
     for enabled in (True, False):
-        llm = make_llm(checkpoints[DEFAULT].folder, replay=ReplayConfig(enabled=enabled))
+        llm = make_llm(checkpoint.folder, replay=ReplayConfig(enabled=enabled))
         assert tokens_of(llm, PROMPTS, LONG) == list(plain.values())
         counted[enabled] = llm.metrics()
     both = ("conventional_state_bytes_read", "conventional_state_bytes_written")
@@ -124,9 +129,9 @@ def test_the_conventional_mode_gives_the_same_tokens_and_moves_more_state(
 
 
 def test_a_result_does_not_depend_on_the_batch_or_on_what_a_slot_held_before(
-    checkpoints: Checkpoints, plain: dict[tuple[int, ...], list[int]]
+    checkpoint: Checkpoint, plain: dict[tuple[int, ...], list[int]]
 ) -> None:
-    llm = make_llm(checkpoints[DEFAULT].folder, max_batch_size=2, speculative_config=NGramDecodingConfig())
+    llm = make_llm(checkpoint.folder, max_batch_size=2, speculative_config=NGramDecodingConfig())
     # 30 requests over two slots: each slot is used again many times, after sequences of other lengths.
     order = [PROMPTS[i % 4] for i in range(30)]
     lengths = [1 + (7 * i) % SHORT for i in range(30)]
@@ -137,9 +142,9 @@ def test_a_result_does_not_depend_on_the_batch_or_on_what_a_slot_held_before(
 
 @pytest.mark.parametrize("speculative", [None, NGramDecodingConfig(max_draft_len=3)], ids=["plain", "ngram"])
 def test_sampled_tokens_depend_on_seed_and_prompt_alone(
-    checkpoints: Checkpoints, speculative: NGramDecodingConfig | None
+    checkpoint: Checkpoint, speculative: NGramDecodingConfig | None
 ) -> None:
-    folder = checkpoints[DEFAULT].folder
+    folder = checkpoint.folder
     rules = [SamplingParams(max_tokens=SHORT, temperature=0.7, top_k=20, top_p=0.95, seed=s) for s in (1, 2, 3, 1)]
     prompts = [PROMPTS[1], PROMPTS[2], PROMPTS[1], PROMPTS[1]]
     alone = make_llm(folder, max_batch_size=1)
@@ -149,18 +154,23 @@ def test_sampled_tokens_depend_on_seed_and_prompt_alone(
     assert expected[0] == expected[3] != expected[2]
 
 
-def test_the_same_request_without_a_seed_differs_from_call_to_call(checkpoints: Checkpoints) -> None:
-    llm = make_llm(checkpoints[DEFAULT].folder)
+def test_the_same_request_without_a_seed_differs_from_call_to_call(checkpoint: Checkpoint) -> None:
+    llm = make_llm(checkpoint.folder)
     assert len({tuple(tokens) for tokens in tokens_of(llm, [PROMPTS[0]] * 4, 12, temperature=1.0)}) == 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bit_activations_stay_near_the_fp32_model(checkpoints: Checkpoints, dtype: str) -> None:
-    checkpoint, prompt = checkpoints[DEFAULT], PROMPTS[2]
+def test_16_bit_activations_are_as_near_the_fp32_model_as_those_of_transformers(
+    checkpoint: Checkpoint, dtype: str
+) -> None:
+    prompt = PROMPTS[2]
     llm = make_llm(checkpoint.folder, dtype=dtype, replay=ReplayConfig(history=4))
     recorder = LogitRecorder(llm._executor)
     sequence = prompt + tokens_of(llm, [prompt], 30)[0]
-    expected = checkpoint.reference.logits(sequence)
-    ours = torch.stack([recorder.by_position[at] for at in range(len(prompt) - 1, len(sequence) - 1)])
-    relative = (ours - expected[len(prompt) - 1 : -1]).norm() / expected[len(prompt) - 1 : -1].norm()
-    assert relative < {"bfloat16": 0.03, "float16": 0.004}[dtype]
+    positions = range(len(prompt) - 1, len(sequence) - 1)
+    expected, theirs = (
+        reference.logits(sequence)[positions[0] : positions[-1] + 1]
+        for reference in (checkpoint.reference, Reference(checkpoint.folder, getattr(torch, dtype)))
+    )
+    ours = torch.stack([recorder.by_position[at] for at in positions])
+    assert (ours - expected).norm() < 1.5 * (theirs - expected).norm()
