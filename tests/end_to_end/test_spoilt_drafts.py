@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_models import make_nemotron_h
+from tests.tiny_models import make_nemotron_h, make_qwen
 from trtllm_replayssm import LLM, ReplayConfig, SamplingParams
 from trtllm_replayssm.errors import RequestError
 
@@ -33,16 +33,18 @@ class SpoiltDrafter:
         return {request_id: drafts[:limit] for request_id, limit in limits.items()}
 
 
-@pytest.fixture(scope="module", params=["MM", "M*M", "**-", "*M*"])
+@pytest.fixture(scope="module", params=["MM", "M*M", "**-", "*M*", "GG", "*G*"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return make_nemotron_h(tmp_path_factory.mktemp("spoilt") / "hf", pattern=request.param)
+    make = make_qwen if "G" in request.param else make_nemotron_h
+    return make(tmp_path_factory.mktemp("spoilt") / "hf", pattern=request.param)
 
 
 def spoil(folder: Path, value: float) -> None:
     path = folder / "model.safetensors"
     weights = load_file(path)
-    weights["backbone.embeddings.weight"][SPOILT] = value
+    (embedding,) = (name for name in weights if name.endswith(("embeddings.weight", "embed_tokens.weight")))
+    weights[embedding][SPOILT] = value
     weights["lm_head.weight"][SPOILT] = 0.0  # never among the likely ones
     save_file(weights, path, metadata={"format": "pt"})
 

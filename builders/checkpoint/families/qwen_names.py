@@ -83,7 +83,7 @@ def _take_apart(parts: list[torch.Tensor], g: GatedDeltaNetGeometry) -> torch.Te
 
     qkvz, ba = (torch.unflatten(part, 0, (g.n_key_heads, -1)) for part in parts)
     values = g.d_value // g.n_key_heads
-    q, k, v, z = torch.split(qkvz, (g.key_dim, g.key_dim, values, values), dim=1)
+    q, k, v, z = torch.split(qkvz, [g.key_dim, g.key_dim, values, values], dim=1)
     b, a = ba.chunk(2, dim=1)
     return torch.cat([rows.flatten(0, 1) for rows in (q, k, v, z, b, a)])
 
