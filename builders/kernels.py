@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from trtllm_replayssm.contract.geometry import LayerType, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2
+from trtllm_replayssm.contract.geometry import LayerType, Mamba2Geometry, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGINS
 from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins.compile_image import architecture_of, capability_of, is_exact, kernel_image
 from trtllm_replayssm.plugins.specialize import (
@@ -11,29 +11,53 @@ from trtllm_replayssm.plugins.specialize import (
     Mamba2Specialization,
     Specialization,
 )
+from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
 
 
 def specializations(geometry: ModelGeometry, replay: ReplayGeometry) -> dict[str, Specialization]:
     """Return op_type -> the constants its kernels are compiled for; empty without recurrent layers.
 
     Raises:
-        UnsupportedError: there is no kernel for the model's layers or shapes.
+        UnsupportedError: there is no kernel for the model's shapes.
     """
-    if geometry.gated_delta_net is not None:
-        raise UnsupportedError(
-            f"Gated DeltaNet: found {len(geometry.layers_of(LayerType.GATED_DELTA_NET))} layers; needed the plugin "
-            f"{GATED_DELTA_NET.op_type} and its kernels, which this version does not have: no engine can be built and "
-            'no GPU used. Run the model on the CPU with executor="torch", device="cpu" (--executor torch --device cpu).'
-        )
-    m = geometry.mamba2
+    m = geometry.recurrence
     if m is None:
         return {}
+    convolution = CausalConv1dSpecialization(conv_dim=m.conv_dim, d_conv=m.d_conv, activation_dtype=geometry.dtype)
+    if isinstance(m, Mamba2Geometry):
+        return {
+            CAUSAL_CONV1D.op_type: convolution,
+            MAMBA2.op_type: Mamba2Specialization.of_layer(m, replay, geometry.dtype),
+        }
     return {
-        CAUSAL_CONV1D.op_type: CausalConv1dSpecialization(
-            conv_dim=m.conv_dim, d_conv=m.d_conv, activation_dtype=geometry.dtype
+        CAUSAL_CONV1D.op_type: convolution,
+        GATED_DELTA_NET.op_type: GatedDeltaNetSpecialization(
+            n_key_heads=m.n_key_heads,
+            n_value_heads=m.n_value_heads,
+            key_dim=m.key_dim,
+            value_dim=m.value_dim,
+            history=replay.history,
+            max_draft_len=replay.max_draft_len,
+            activation_dtype=geometry.dtype,
+            state_dtype=replay.state_dtype,
+            # The modules hand a and b on as the projection made them.
+            gate_dtype=geometry.dtype,
         ),
-        MAMBA2.op_type: Mamba2Specialization.of_layer(m, replay, geometry.dtype),
     }
+
+
+def check_plugins(geometry: ModelGeometry) -> None:
+    """Refuse an engine with layers that the plugin library has no creator for.
+
+    Raises:
+        UnsupportedError: there is one; it names the plugin and what runs the model instead.
+    """
+    if geometry.gated_delta_net is not None and GATED_DELTA_NET not in PLUGINS:
+        raise UnsupportedError(
+            f"engine: found {len(geometry.layers_of(LayerType.GATED_DELTA_NET))} Gated DeltaNet layers; needed the "
+            f"plugin {GATED_DELTA_NET.op_type}, which this version does not have. Run the model without an engine: "
+            'executor="torch" (--executor torch).'
+        )
 
 
 def kernel_images(

@@ -16,6 +16,7 @@ from trtllm_replayssm.contract.geometry import (
     History,
     Mamba2Geometry,
     ModelGeometry,
+    RecurrenceGeometry,
     ReplayGeometry,
     StateDtype,
 )
@@ -104,7 +105,7 @@ def resolve_history(
     return min(costs, key=lambda candidate: costs[candidate])
 
 
-def bytes_per_step(m: Mamba2Geometry, replay: ReplayGeometry, dtype: str) -> float:
+def bytes_per_step(m: RecurrenceGeometry, replay: ReplayGeometry, dtype: str) -> float:
     """Return what one row's step of a layer moves on average in the long run.
 
     Args:
@@ -130,11 +131,14 @@ def time_over_limit(role: Role, replay: ReplayGeometry) -> float:
 
 
 def _cost(geometry: ModelGeometry, replay: ReplayGeometry, architectures: Sequence[str]) -> float:
-    m = geometry.mamba2
+    m = geometry.recurrence
     if m is None:
         return 0.0
+    # Of Gated DeltaNet no kernel has been measured: its bytes alone decide.
     roles = (
-        _step_roles(Mamba2Specialization.of_layer(m, replay, geometry.dtype), architectures) if architectures else ()
+        _step_roles(Mamba2Specialization.of_layer(m, replay, geometry.dtype), architectures)
+        if architectures and isinstance(m, Mamba2Geometry)
+        else ()
     )
     slowness = sum(time_over_limit(role, replay) for role in roles) if roles else 1.0
     return slowness * bytes_per_step(m, replay, geometry.dtype)

@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from tests.builders.test_qwen_config import PUBLISHED
@@ -19,11 +18,8 @@ from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import read_report
 from trtllm_replayssm.errors import UnsupportedError
-from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 
-REFUSAL = (
-    r"Gated DeltaNet: found 24 layers; needed the plugin ReplayGatedDeltaNet .* executor=\"torch\", device=\"cpu\""
-)
+REFUSAL = r'engine: found 24 Gated DeltaNet layers; needed the plugin ReplayGatedDeltaNet, .* executor="torch"'
 LIMITS = EngineLimits(max_batch_size=2, max_input_len=16, max_seq_len=32, max_num_tokens=16)
 
 
@@ -41,18 +37,15 @@ def test_an_engine_without_its_plugin_is_refused_before_any_work(
         build(folder, tmp_path / "engine", backend="tensorrt_rtx")
     assert main(["build", "--checkpoint_dir", str(folder), "--output_dir", str(tmp_path / "engine")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--executor torch --device cpu" in line
+    assert "--executor torch" in line
     assert [path.name for path in tmp_path.iterdir()] == ["config"]
 
 
-def test_a_gpu_is_refused_before_memory_is_taken() -> None:
-    def load_weights(device: torch.device) -> dict[str, torch.Tensor]:
-        raise AssertionError("nothing is loaded")
-
-    with pytest.raises(UnsupportedError, match=REFUSAL):
-        TorchExecutor(true_size(), ReplayGeometry(), LIMITS, load_weights, torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match=REFUSAL):
-        specializations(true_size(), ReplayGeometry())
+def test_every_plugin_that_a_model_needs_has_a_specialization() -> None:
+    found = specializations(true_size(), ReplayGeometry())
+    assert list(found) == ["ReplayCausalConv1d", "ReplayGatedDeltaNet"]
+    with pytest.raises(UnsupportedError, match="value_dim a multiple of 32"):
+        specializations(tiny_qwen_geometry(), ReplayGeometry())
 
 
 def test_layers_of_true_size_export_from_a_config_alone() -> None:

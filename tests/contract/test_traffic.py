@@ -3,7 +3,7 @@
 import pytest
 
 from trtllm_replayssm.bench.cases import SHAPES
-from trtllm_replayssm.contract.geometry import ReplayGeometry
+from trtllm_replayssm.contract.geometry import GatedDeltaNetGeometry, ReplayGeometry
 from trtllm_replayssm.contract.traffic import conv_bytes, conventional_bytes, prefill_bytes, replay_bytes
 
 NANO = SHAPES["nano9b"]
@@ -56,3 +56,12 @@ def test_a_prefill_writes_one_state_for_each_prompt() -> None:
     assert (found.state_read, found.state_written) == (0, 3 * 2 * STATE)
     assert (found.inputs, found.outputs) == (3 * 100 * INPUTS, 3 * 100 * OUTPUTS)
     assert found.total == 3 * (2 * STATE + 100 * (INPUTS + OUTPUTS))
+
+
+def test_a_replayed_decode_of_a_gated_delta_net() -> None:
+    layer = GatedDeltaNetGeometry(n_key_heads=16, n_value_heads=32, key_dim=128, value_dim=128, d_conv=4)
+    found = replay_bytes(layer, ReplayGeometry(), "bfloat16", batch_size=2, flush_fraction=1 / 16, mean_pending=8.5)
+    state, ring_row = 4 * 32 * 128 * 128, 2 * 2048 + 4 * 4096 + 4 * 32
+    assert (found.state_read, found.state_written) == (2 * state, 2 * state / 16)
+    assert (found.ring_read, found.ring_written) == (2 * 8.5 * ring_row, 2 * ring_row)
+    assert (found.inputs, found.outputs, found.weights) == (2 * 2 * (2 * 2048 + 4096 + 2 * 32), 2 * 2 * 4096, 0)

@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders.tiny_geometry import tiny_geometry
+from tests.builders.tiny_geometry import tiny_geometry, tiny_qwen_geometry
 from tests.ops.strategies import bounded
 from trtllm_replayssm.bench.cases import SHAPES
-from trtllm_replayssm.contract.geometry import DTYPE_BYTES, Mamba2Geometry, ModelGeometry, ReplayGeometry, StateDtype
+from trtllm_replayssm.contract.geometry import (
+    DTYPE_BYTES,
+    GatedDeltaNetGeometry,
+    Mamba2Geometry,
+    ModelGeometry,
+    ReplayGeometry,
+    StateDtype,
+)
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
 from trtllm_replayssm.plugins import build, history_choice
 from trtllm_replayssm.plugins.history_choice import (
@@ -192,3 +199,12 @@ def test_a_number_is_itself_and_a_model_without_states_takes_the_shortest() -> N
     assert resolve_history(5, NANO_9B, **options) == longest_history(5, 0) == 5  # type: ignore[arg-type]
     assert auto(tiny_geometry("*-"), HOPPER) == min(CANDIDATES)
     assert longest_history("auto", 0) == max(CANDIDATES)
+
+
+def test_of_a_gated_delta_net_bytes_alone_decide() -> None:
+    """Worked by hand: with T = 1 a step writes 1 / W of a state and reads (W + 1) / 2 rows; at 16 the sum is least."""
+    layer = GatedDeltaNetGeometry(n_key_heads=16, n_value_heads=32, key_dim=128, value_dim=128, d_conv=4)
+    geometry = tiny_qwen_geometry("G", dtype="bfloat16", gated_delta_net=layer)
+    state, row = 4 * 32 * 128 * 128, 2 * 2048 + 4 * 4096 + 4 * 32
+    costs = {history: state / history + (history + 1) / 2 * row for history in CANDIDATES}
+    assert auto(geometry) == auto(geometry, HOPPER) == min(costs, key=lambda history: costs[history]) == 16

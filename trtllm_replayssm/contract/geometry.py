@@ -97,6 +97,9 @@ class GatedDeltaNetGeometry(Frozen):
         return self.conv_dim + self.d_value + 2 * self.n_value_heads
 
 
+RecurrenceGeometry = Mamba2Geometry | GatedDeltaNetGeometry
+
+
 class AttentionGeometry(Frozen):
     """Grouped-query attention.
 
@@ -173,7 +176,19 @@ class ModelGeometry(Frozen):
                 raise ValueError(f"{kind.value}: found nothing; needed the shape of layers {self.layers_of(kind)}")
         if not set(self.layer_types) - {LayerType.MLP}:
             raise ValueError("layer_types: found no recurrent and no attention layer; needed one at least")
+        if self.mamba2 and self.gated_delta_net:
+            raise ValueError("mamba2, gated_delta_net: found both; needed one kind of recurrence")
         return self
+
+    @property
+    def recurrence(self) -> RecurrenceGeometry | None:
+        """The shape of the recurrent layers; None without any."""
+        return self.mamba2 or self.gated_delta_net
+
+    @property
+    def n_recurrent_layers(self) -> int:
+        """How many layers have a recurrence."""
+        return len(self.layers_of(LayerType.MAMBA2)) + len(self.layers_of(LayerType.GATED_DELTA_NET))
 
     @property
     def norm_dtype(self) -> str:

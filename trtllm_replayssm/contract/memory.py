@@ -7,9 +7,9 @@ from trtllm_replayssm.contract.geometry import (
     EngineLimits,
     Frozen,
     GatedDeltaNetGeometry,
-    LayerType,
     Mamba2Geometry,
     ModelGeometry,
+    RecurrenceGeometry,
     ReplayGeometry,
 )
 from trtllm_replayssm.contract.tensors import TensorSpec, state_specs
@@ -77,23 +77,27 @@ def gated_delta_net_ring_row_bytes(m: GatedDeltaNetGeometry, activation_dtype: s
     return m.d_key * DTYPE_BYTES[activation_dtype] + (m.d_value + m.n_value_heads) * DTYPE_BYTES["float32"]
 
 
+def layer_checkpoint_bytes(m: RecurrenceGeometry, state_dtype: str) -> int:
+    """Return the bytes of one slot's recurrent state in one layer of either kind."""
+    if isinstance(m, Mamba2Geometry):
+        return mamba2_checkpoint_bytes(m, state_dtype)
+    return gated_delta_net_checkpoint_bytes(m, state_dtype)
+
+
+def layer_ring_row_bytes(m: RecurrenceGeometry, activation_dtype: str) -> int:
+    """Return the bytes of one token's ring rows, but the convolution's, in one layer of either kind."""
+    if isinstance(m, Mamba2Geometry):
+        return mamba2_ring_row_bytes(m, activation_dtype)
+    return gated_delta_net_ring_row_bytes(m, activation_dtype)
+
+
 def checkpoint_bytes(geometry: ModelGeometry, state_dtype: str) -> int:
     """Return the bytes of one slot's recurrent states, all layers: what a flush writes."""
-    total = 0
-    if m := geometry.mamba2:
-        total += len(geometry.layers_of(LayerType.MAMBA2)) * mamba2_checkpoint_bytes(m, state_dtype)
-    if g := geometry.gated_delta_net:
-        layers = len(geometry.layers_of(LayerType.GATED_DELTA_NET))
-        total += layers * gated_delta_net_checkpoint_bytes(g, state_dtype)
-    return total
+    m = geometry.recurrence
+    return 0 if m is None else geometry.n_recurrent_layers * layer_checkpoint_bytes(m, state_dtype)
 
 
 def ring_row_bytes(geometry: ModelGeometry) -> int:
     """Return the bytes of one token's ring rows but the convolution's, all layers: what a window token appends."""
-    total = 0
-    if m := geometry.mamba2:
-        total += len(geometry.layers_of(LayerType.MAMBA2)) * mamba2_ring_row_bytes(m, geometry.dtype)
-    if g := geometry.gated_delta_net:
-        layers = len(geometry.layers_of(LayerType.GATED_DELTA_NET))
-        total += layers * gated_delta_net_ring_row_bytes(g, geometry.dtype)
-    return total
+    m = geometry.recurrence
+    return 0 if m is None else geometry.n_recurrent_layers * layer_ring_row_bytes(m, geometry.dtype)

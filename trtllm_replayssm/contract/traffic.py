@@ -6,8 +6,8 @@ bytes a row), and A, D and dt_bias, which all rows share.
 
 from typing import NamedTuple
 
-from trtllm_replayssm.contract.geometry import DTYPE_BYTES, Mamba2Geometry, ReplayGeometry
-from trtllm_replayssm.contract.memory import mamba2_checkpoint_bytes, mamba2_ring_row_bytes
+from trtllm_replayssm.contract.geometry import DTYPE_BYTES, GatedDeltaNetGeometry, RecurrenceGeometry, ReplayGeometry
+from trtllm_replayssm.contract.memory import layer_checkpoint_bytes, layer_ring_row_bytes
 
 
 class LaunchBytes(NamedTuple):
@@ -38,7 +38,7 @@ class LaunchBytes(NamedTuple):
 
 
 def replay_bytes(
-    m: Mamba2Geometry,
+    m: RecurrenceGeometry,
     replay: ReplayGeometry,
     dtype: str,
     *,
@@ -46,7 +46,7 @@ def replay_bytes(
     flush_fraction: float,
     mean_pending: float,
 ) -> LaunchBytes:
-    """Return what a replayed Mamba-2 step moves; every pending row is read once, in a flush too.
+    """Return what a replayed step moves; every pending row is read once, in a flush too.
 
     Args:
         m: shape of the layer.
@@ -56,7 +56,7 @@ def replay_bytes(
         flush_fraction: rows that write their checkpoint, of all rows.
         mean_pending: pending ring rows of a row.
     """
-    state, ring_row = mamba2_checkpoint_bytes(m, replay.state_dtype), mamba2_ring_row_bytes(m, dtype)
+    state, ring_row = layer_checkpoint_bytes(m, replay.state_dtype), layer_ring_row_bytes(m, dtype)
     inputs, outputs = _window_bytes(m, dtype)
     return LaunchBytes(
         state_read=batch_size * state,
@@ -69,9 +69,9 @@ def replay_bytes(
     )
 
 
-def conventional_bytes(m: Mamba2Geometry, replay: ReplayGeometry, dtype: str, *, batch_size: int) -> LaunchBytes:
+def conventional_bytes(m: RecurrenceGeometry, replay: ReplayGeometry, dtype: str, *, batch_size: int) -> LaunchBytes:
     """Return what a step without replay moves: one state read, and one written for every token of the window."""
-    state = mamba2_checkpoint_bytes(m, replay.state_dtype)
+    state = layer_checkpoint_bytes(m, replay.state_dtype)
     inputs, outputs = _window_bytes(m, dtype)
     return LaunchBytes(
         state_read=batch_size * state,
@@ -84,12 +84,12 @@ def conventional_bytes(m: Mamba2Geometry, replay: ReplayGeometry, dtype: str, *,
     )
 
 
-def prefill_bytes(m: Mamba2Geometry, state_dtype: str, dtype: str, *, batch_size: int, tokens: int) -> LaunchBytes:
+def prefill_bytes(m: RecurrenceGeometry, state_dtype: str, dtype: str, *, batch_size: int, tokens: int) -> LaunchBytes:
     """Return what the prefill of fresh prompts moves: their tensors, and one state written for each."""
     inputs, outputs = _window_bytes(m, dtype)
     return LaunchBytes(
         state_read=0,
-        state_written=batch_size * mamba2_checkpoint_bytes(m, state_dtype),
+        state_written=batch_size * layer_checkpoint_bytes(m, state_dtype),
         ring_read=0,
         ring_written=0,
         inputs=batch_size * tokens * inputs,
@@ -98,7 +98,7 @@ def prefill_bytes(m: Mamba2Geometry, state_dtype: str, dtype: str, *, batch_size
     )
 
 
-def conv_bytes(m: Mamba2Geometry, window: int, dtype: str, *, batch_size: int) -> LaunchBytes:
+def conv_bytes(m: RecurrenceGeometry, window: int, dtype: str, *, batch_size: int) -> LaunchBytes:
     """Return what a step of the convolution moves; its weight and bias are another layer's in every launch."""
     row = m.conv_dim * DTYPE_BYTES[dtype]
     return LaunchBytes(
@@ -112,7 +112,9 @@ def conv_bytes(m: Mamba2Geometry, window: int, dtype: str, *, batch_size: int) -
     )
 
 
-def _window_bytes(m: Mamba2Geometry, dtype: str) -> tuple[int, int]:
-    """Return the bytes of one token's x, B, C and dt, and of its y."""
+def _window_bytes(m: RecurrenceGeometry, dtype: str) -> tuple[int, int]:
+    """Return the bytes of one token's inputs (x, B, C and dt, or q, k, v, a and b), and of its outputs."""
     size = DTYPE_BYTES[dtype]
+    if isinstance(m, GatedDeltaNetGeometry):
+        return (m.conv_dim + 2 * m.n_value_heads) * size, m.d_value * size
     return (m.conv_dim + m.n_heads) * size, m.d_inner * size
