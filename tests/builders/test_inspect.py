@@ -13,6 +13,7 @@ from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.memory import tensor_bytes
 from trtllm_replayssm.contract.tensors import state_specs
 
+QWEN_9B = Path(__file__).parents[1] / "data" / "qwen3_5_9b_config.json"
 NANO_9B = Path(__file__).parents[1] / "data" / "nemotron_nano_9b_v2_config.json"
 
 
@@ -122,6 +123,21 @@ def test_a_published_config_alone_is_shown_in_true_size(tmp_path: Path, capsys: 
     assert states["ssm_state"]["bytes_per_slot"] == 27 * 5120 * 1024
     assert found["pattern"] == "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
     assert 8.8e9 < found["num_parameters"] < 9.0e9  # type: ignore[operator]
+
+
+def test_a_published_qwen_config_alone_is_shown_in_true_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(QWEN_9B.read_bytes())
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "16 key heads x 128, 32 value heads x 128, d_conv 4" in shown
+    assert "64 channels rotated, base 10,000,000, output gate" in " ".join(shown.split())
+    found = inspect_json(tmp_path, capsys)
+    assert found["pattern"] == "G-G-G-*-" * 8
+    states = {pool["kind"]: pool for pool in found["states"]}  # type: ignore[attr-defined]
+    assert list(states) == ["conv_ring", "ssm_state", "k_ring", "u_ring", "g_ring", "key_cache", "value_cache"]
+    assert states["ssm_state"]["bytes_per_slot"] == 24 * 2048 * 1024
 
 
 def test_what_is_no_model_folder_is_one_line_and_exit_code_2(

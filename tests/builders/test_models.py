@@ -221,8 +221,9 @@ def test_a_key_length_hint_changes_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_modules_on_cuda_give_the_logits_of_the_cpu() -> None:
-    geometry, replay = tiny_geometry(), ReplayGeometry(history=8, max_draft_len=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modules_on_cuda_give_the_logits_of_the_cpu(family: str) -> None:
+    geometry, replay = FAMILIES[family](), ReplayGeometry(history=8, max_draft_len=3)
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(4))
     windows = [20, 4, 1, 3, 4, 4, 4]
     model = random_model(geometry, replay)

@@ -15,7 +15,7 @@ from trtllm_replayssm.builders.engine import build
 from trtllm_replayssm.builders.export import export
 from trtllm_replayssm.builders.kernels import specializations
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.geometry import EngineLimits, GatedDeltaNetGeometry, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import read_report
 from trtllm_replayssm.errors import UnsupportedError
 
@@ -44,8 +44,9 @@ def test_an_engine_without_its_plugin_is_refused_before_any_work(
 def test_every_plugin_that_a_model_needs_has_a_specialization() -> None:
     found = specializations(true_size(), ReplayGeometry())
     assert list(found) == ["ReplayCausalConv1d", "ReplayGatedDeltaNet"]
+    narrow = GatedDeltaNetGeometry(n_key_heads=1, n_value_heads=1, key_dim=16, value_dim=24, d_conv=4)
     with pytest.raises(UnsupportedError, match="value_dim a multiple of 32"):
-        specializations(tiny_qwen_geometry(), ReplayGeometry())
+        specializations(tiny_qwen_geometry(gated_delta_net=narrow), ReplayGeometry())
 
 
 def test_layers_of_true_size_export_from_a_config_alone() -> None:

@@ -45,7 +45,7 @@ def tiny_qwen_geometry(pattern: str = "G-*-", **changes: Any) -> ModelGeometry:
     values: dict[str, Any] = {
         "architecture": "Qwen3_5ForCausalLM",
         "mamba2": None,
-        "gated_delta_net": GatedDeltaNetGeometry(n_key_heads=2, n_value_heads=6, key_dim=16, value_dim=24, d_conv=4)
+        "gated_delta_net": GatedDeltaNetGeometry(n_key_heads=2, n_value_heads=6, key_dim=16, value_dim=32, d_conv=4)
         if "G" in pattern
         else None,
         "attention": AttentionGeometry(

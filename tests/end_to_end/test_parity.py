@@ -11,6 +11,7 @@ from tests.end_to_end.reference import FlushCounter, LogitRecorder, Reference
 from tests.runtime.helpers import ScriptedDrafter
 from tests.tolerances import LOGITS_FP32
 from trtllm_replayssm import LLM, NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm.builders.checkpoint.convert import convert
 
 LONG = 208
 SHORT = 40
@@ -138,6 +139,13 @@ def test_a_result_does_not_depend_on_the_batch_or_on_what_a_slot_held_before(
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
     for prompt, length, output in zip(order, lengths, llm.generate(order, params), strict=True):
         assert output.outputs[0].token_ids == plain[tuple(prompt)][:length]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_multimodal", "qwen3_next_tied"])
+def test_a_converted_folder_generates_what_its_source_does(checkpoints: Checkpoints, name: str, tmp_path: Path) -> None:
+    source = checkpoints[name].folder
+    converted = convert(source, tmp_path / "checkpoint")
+    assert tokens_of(make_llm(converted), PROMPTS, SHORT) == tokens_of(make_llm(source), PROMPTS, SHORT)
 
 
 @pytest.mark.parametrize("speculative", [None, NGramDecodingConfig(max_draft_len=3)], ids=["plain", "ngram"])

@@ -1,5 +1,6 @@
 """The torch executor on CUDA against the CPU, and speculation there: the kernels inside a whole model."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from tests.end_to_end.reference import LogitRecorder, Reference
 from tests.end_to_end.test_parity import LONG, PIECE, PROMPTS, tokens_of
 from tests.runtime.helpers import ScriptedDrafter
-from tests.tiny_models import make_nemotron_h
+from tests.tiny_models import make_nemotron_h, make_qwen
 from tests.tolerances import LOGITS_FP32
 from trtllm_replayssm import LLM, NGramDecodingConfig, ReplayConfig
 from trtllm_replayssm.errors import UnsupportedError
@@ -17,9 +18,11 @@ from trtllm_replayssm.errors import UnsupportedError
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["nemotron_h", "qwen3_5"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     # State sizes that the kernels support.
+    if request.param == "qwen3_5":
+        return make_qwen(tmp_path_factory.mktemp("gpu") / "hf", seed=3, pattern="GG*G", value_dim=32)
     return make_nemotron_h(
         tmp_path_factory.mktemp("gpu") / "hf", seed=3, pattern="M-M*-M", n_groups=2, head_dim=64, d_state=64
     )
@@ -89,10 +92,15 @@ def test_bf16_logits_on_cuda_stay_as_near_to_fp32_as_on_the_cpu(folder: Path, en
     assert errors["cuda"] < 2 * errors["cpu"]
 
 
-def test_a_shape_without_kernels_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    folder = make_nemotron_h(tmp_path / "hf", pattern="M", d_state=24)
-    with pytest.raises(UnsupportedError, match="d_state=24"):
-        LLM(folder, device="cuda")
+@pytest.mark.parametrize(
+    ("make", "options", "sentence"),
+    [(make_nemotron_h, {"pattern": "M", "d_state": 24}, "d_state=24"), (make_qwen, {"value_dim": 24}, "value_dim=24")],
+)
+def test_a_shape_without_kernels_is_refused_before_anything_is_loaded(
+    tmp_path: Path, make: Callable[..., Path], options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=sentence):
+        LLM(make(tmp_path / "hf", **options), device="cuda")
 
 
 def test_two_runs_on_cuda_are_bitwise_equal(folder: Path) -> None:
