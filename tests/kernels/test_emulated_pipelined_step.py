@@ -11,7 +11,8 @@ import torch
 from tests.cases import Mamba2Case
 from tests.kernels.emulation import EmulationError, Emulator
 from tests.ops import driver as protocol_driver
-from tests.ops.driver import Mamba2Driver, Row, bits
+from tests.ops.driver import Row, bits
+from tests.ops.mamba2_driver import Mamba2Driver
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
 
@@ -111,7 +112,7 @@ def test_rows_without_work_give_zeros(is_spread: bool, monkeypatch: pytest.Monke
 
 def test_a_draft_that_is_not_finite_reaches_no_earlier_output(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, 3)
-    protocol_driver.assert_no_later_token_is_read(MAIN)
+    protocol_driver.assert_no_later_token_is_read(Mamba2Driver, MAIN)
 
 
 @by_case
