@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 # The one wheel that carries NVIDIA's plugin headers (Apache-2.0); its own dependencies are not needed.
 HEADERS := kernel-lens==2.0.1
 
+# Processes that share the tests; each takes about 1 GB.
+WORKERS ?= 2
+
 # `make sanitize`: the checker, what of it to run, and the kernels that it watches. CONTRIBUTING.md has the reasons.
 SANITIZER ?= compute-sanitizer
 SANITIZER_TOOLS ?= memcheck racecheck initcheck
@@ -38,10 +41,10 @@ demo: $(READY)  ## Convert, build, inspect and run the shipped model, with and w
 	$(BIN)/python examples/demo.py
 
 test: $(READY)  ## Run the tests; those that need a GPU are skipped where there is none
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-gpu: $(READY)  ## Run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu -n $(WORKERS)
 
 sanitize: $(READY) $(SANITIZER_TOOLS:%=sanitize-%)  ## Run the kernels' short GPU tests under compute-sanitizer
 

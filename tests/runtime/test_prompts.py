@@ -45,7 +45,7 @@ def test_each_form_of_a_prompt_is_read(inputs: Any, prompts: list[Any], is_singl
         (b"abc", "inputs: found bytes; needed"),
         (bytearray(b"abc"), "inputs: found bytearray; needed"),
         ({1, 2}, "inputs: found set; needed"),
-        (iter([1, 2]), "inputs: found list_iterator; needed"),
+        pytest.param(iter([1, 2]), "inputs: found list_iterator; needed", id="iterator"),
         (np.array(5), "inputs: found ndarray; needed"),
         (torch.tensor(5), "inputs: found Tensor; needed"),
         ([], "inputs: found an empty list"),
