@@ -27,12 +27,10 @@ FLOORS = {
     "bench": 3,
     "builders": 3,
     "runtime": 4,
-    "serving": 5,
-    "cli": 6,
+    "cli": 5,
 }
 
-# The runtime meets the builders in two places only, so that a serving image with an engine needs neither
-# transformers nor onnx.
+# The runtime meets the builders in two places only, so that running an engine needs no exporter.
 DOORS_TO_BUILDERS = {"runtime/opening.py", "runtime/executors/torch_executor.py"}
 
 MAX_LINES = 400

@@ -178,7 +178,7 @@ def _options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """ReplaySSM for TensorRT: convert, build, run and inspect hybrid state-space language models."""
+    """ReplaySSM for TensorRT: convert, build, run, inspect and measure hybrid state-space language models."""
 
 
 @contextmanager

@@ -153,7 +153,7 @@ class MlpGeometry(Frozen):
 
 
 class ModelGeometry(Frozen):
-    """Everything about a model's shape that builders, runtime and serving need."""
+    """Everything about a model's shape that builders and runtime need."""
 
     architecture: Architecture
     dtype: ActivationDtype

@@ -1,6 +1,6 @@
 """Inputs, outputs, aliases and fields of the TensorRT plugins, in order.
 
-The C++ creators, the ONNX nodes and the tests are held to these tables.
+The C++ creators (of ``PLUGINS``), the ONNX nodes and the tests are held to these tables.
 """
 
 from dataclasses import dataclass
@@ -90,8 +90,8 @@ GATED_DELTA_NET = PluginIO(
     int_fields=("history", "max_draft_len"),
 )
 """q, k [B,S,Hk,K]; v, o [B,S,Hv,V]; a, b [B,S,Hv]; A_log, dt_bias [Hv] fp32; ssm_state [slots,Hv,K,V]; k_ring
-[slots,R,Hk,K]; u_ring [slots,R,Hv,V] fp32; g_ring [slots,R,Hv] fp32; lengths and ids int32 [B]. q, k, v, o and the k
-ring have the activation type."""
+[slots,R,Hk,K]; u_ring [slots,R,Hv,V] fp32; g_ring [slots,R,Hv] fp32; lengths and ids int32 [B]. q, k, v, a, b, o and
+the k ring have the activation type."""
 
 PLUGINS = (CAUSAL_CONV1D, MAMBA2)
 """Those that the plugin library has a creator for."""

@@ -1,7 +1,7 @@
 """The bytes that a launch must move between memory and the chip: the limit that a time is held to.
 
 Counted: states, ring rows, and the inputs and outputs of every row, each once. Not counted: lengths and slot ids (16
-bytes a row), and A, D and dt_bias, which all rows share.
+bytes a row), and the constants of the heads (A, D, dt_bias), which all rows share.
 """
 
 from typing import NamedTuple

@@ -55,7 +55,7 @@ def gated_delta_net(
 ) -> Tensor:
     """Run a window of every row through the recurrence. In-out: ssm_state, k_ring, u_ring, g_ring.
 
-    Per value head, with q and k at length 1 and the scale K^-1/2, all in fp32:
+    Per value head, with q and k at length 1 and ``scale = K^-1/2``, all in fp32:
     ``g = -exp(A_log) softplus(a + dt_bias)``, ``beta = sigmoid(b)``, ``S <- exp(g) S``, ``u = beta (v - S^T k)``,
     ``S <- S + k u^T``, ``o = scale S^T q``.
 

@@ -86,6 +86,7 @@ def mamba2(
     Raises:
         OpArgumentError: wrong shape, type, device or layout, W < T, too few ring rows; on the CPU also impossible
             lengths or slots. Nothing has been written then.
+        UnsupportedError: no kernel for these shapes on CUDA.
 
     Note:
         On the CPU computed in fp32; outputs and checkpoints are rounded once.

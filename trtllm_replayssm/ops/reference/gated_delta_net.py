@@ -5,7 +5,7 @@ tokens of decayed k u^T, so that pending rows fold in one product. The u of a wi
 found token by token, by forward substitution. Everything is computed in fp32, u and g are stored in fp32, and k is
 stored as it came and normalised again on use: what is folded is, bit by bit, what the outputs were computed from.
 
-Rooms, in order: load the pending rows and the window, fold (when due), replay, store.
+Parts, in order: load the pending rows and the window, fold (when due), replay, store.
 
 Symbols: b rows, S window tokens, J rows folded or replayed, Hk key heads, H value heads, K key_dim, V value_dim. Once
 loaded, q and k are repeated for the value heads that share them.

@@ -23,7 +23,7 @@ def gated_delta_net_conventional(
     *,
     max_draft_len: int,
 ) -> Tensor:
-    """Run one step, or a prefill when the window is long; see ``ops.gated_delta_net_conventional``.
+    """Run one step, or a prefill when the window is longer than T; see ``ops.gated_delta_net_conventional``.
 
     ``ssm_snapshots`` is written in place. Arguments have been checked; counters are int64 [b].
 

@@ -1,6 +1,6 @@
 """Mamba-2 from a checkpoint and a ring of recent inputs, in plain torch: the specification of the CUDA kernels.
 
-Rooms, in order: load the pending rows and the window, fold (when due), replay, store. Everything is computed in fp32.
+Parts, in order: load the pending rows and the window, fold (when due), replay, store. Everything is computed in fp32.
 Decays are exponentials of sums of ``A * dt`` over the tokens between two positions (``decays``).
 
 Symbols: b rows, S window tokens, J rows folded or replayed, H heads, P head_dim, G groups, N d_state.
