@@ -197,10 +197,7 @@ class Driver(ABC):
         expected = drafted.run(*tokens)
         self.output_error = max(self.output_error, relative_error(y[: row.num_tokens], expected))
         folded = drafted if is_prefill else sequence
-        wrote = (
-            self.past[row.slot] + row.num_tokens > self.checkpoint[row.slot] if is_prefill else self.is_due(row.slot)
-        )
-        if wrote:
+        if self.writes_checkpoint(row.slot, row.num_tokens, is_prefill):
             self.flushes += 1
             error = relative_error(self.pools["ssm_state"][row.slot][None], folded.state[None])
             self.checkpoint_error = max(self.checkpoint_error, error)
