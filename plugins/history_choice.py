@@ -41,9 +41,9 @@ TIME_OVER_LIMIT: Final[dict[tuple[Role, int, int, int], float]] = {
 }
 """(role, bytes of a state's element, T, history) -> measured time of a step over that of its bytes.
 
-By ``bench kernels`` on an H200, bfloat16 activations, the middle of its three shapes: the generic step at batch 128,
-the first version of the pipelined one from there on (docs/performance.md has the latter). What is not in the table
-counts as its nearest neighbour in T, then in history.
+By ``bench kernels`` on an H200, bfloat16 activations: of the generic step the mean of the three shapes at batch 128, in
+a run before there was another step; of the first pipelined one the middle shape, at batches of 128 and 512
+(docs/performance.md). What is not in the table counts as its nearest neighbour in T, then in history.
 """
 
 
