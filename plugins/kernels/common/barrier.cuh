@@ -43,14 +43,6 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   }
 }
 
-// Start one copy to shared memory that reports to a barrier. Addresses and bytes are multiples of 16.
-__device__ inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_target),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 // An L2 policy for what is read once: first in line for eviction.
 __device__ inline uint64_t streaming_policy() {
   uint64_t policy;
@@ -58,6 +50,7 @@ __device__ inline uint64_t streaming_policy() {
   return policy;
 }
 
+// Start one copy to shared memory that reports to a barrier. Addresses and bytes are multiples of 16.
 __device__ inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier,
                                  uint64_t policy) {
   asm volatile(

@@ -12,7 +12,7 @@
 //   the L1 cache, as long as any value of them gives addresses within the tensors.
 // - let_next_start() comes after wait_for_previous(). So beside a kernel of ours that has not waited yet there runs
 //   one kernel of ours at most; whatever came before that has finished and is visible.
-// Below 9.0 both do nothing, and kernels are launched without the attribute (LaunchShape.is_dependent_launch).
+// Below 9.0 both do nothing, and kernels are launched without the attribute (compile_image.has_dependent_launch).
 #pragma once
 
 namespace replay {

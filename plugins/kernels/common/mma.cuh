@@ -35,8 +35,8 @@ __device__ inline void mma_tf32(float (&sums)[4], const uint32_t (&a)[4], uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices of 16-bit numbers; lane 8 i + j gives the address of row j of matrix i and gets columns 2q, 2q + 1
-// of row g of each.
+// Four 8 x 8 matrices of 16-bit numbers; lane 8 i + j gives the address of row j of matrix i and gets columns 2q and
+// 2q + 1 of row g of each.
 __device__ inline void load_matrices(uint32_t (&words)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -57,13 +57,6 @@ __device__ inline uint32_t transpose(uint32_t word) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
   return transposed;
-}
-
-// 2^x; 0 for what would be subnormal.
-__device__ inline float exp2_approximate(float x) {
-  float value;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
-  return value;
 }
 
 }  // namespace ptx

@@ -99,26 +99,25 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Start copying 16 bytes to shared memory; they are there after wait_for_copies() and a barrier.
-__device__ inline void copy_async(void* shared_target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared_target)), "l"(source)
-               : "memory");
+__device__ inline void copy_async(uint32_t shared_target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_target), "l"(source) : "memory");
 }
 
-// The same to a shared address; zeros, and no byte is read, unless `is_present`.
+__device__ inline void copy_async(void* shared_target, const void* source) {
+  copy_async(shared_address(shared_target), source);
+}
+
+// The same; zeros, and no byte is read, unless `is_present`.
 __device__ inline void copy_async_or_zero(uint32_t shared_target, const void* source, bool is_present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_target), "l"(source),
                "r"(is_present ? 16 : 0)
                : "memory");
 }
 
-__device__ inline void copy_async(uint32_t shared_target, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_target), "l"(source) : "memory");
-}
-
 // The same for 4 bytes.
 __device__ inline void copy_async_word(void* shared_target, const void* source) {
-  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared_target));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared_target)), "l"(source)
+               : "memory");
 }
 
 // Bring the 128 bytes around an address to the L2 cache; nothing waits for them.

@@ -19,7 +19,7 @@ __device__ inline uint32_t float_to_bits(float value) {
   return bits;
 }
 
-// A fp32 number in two parts, of which a tf32 product reads every bit that counts: it takes the upper 19 bits of an
+// An fp32 number in two parts, of which a tf32 product reads every bit that counts: it takes the upper 19 bits of an
 // operand, which hold the first part exactly, and 11 digits of the rest. NaN and infinities stay so, or become NaN.
 struct Tf32Parts {
   uint32_t high, low;

@@ -57,8 +57,8 @@ __device__ inline void store_weights(const ChunkShared& shared, const WarpPart& 
   for (int half = 0; half < 2; ++half) {
     const int token = token_tile * MMA_TILE + 8 * half + part.g;
     const float to = decays.decay_to[token] + between;
-    float first = ptx::exp2_approximate(fminf(to + from.x, 0.0f)) * (dt.x * sums[2 * half]);
-    float second = ptx::exp2_approximate(fminf(to + from.y, 0.0f)) * (dt.y * sums[2 * half + 1]);
+    float first = ptx::exp2(fminf(to + from.x, 0.0f)) * (dt.x * sums[2 * half]);
+    float second = ptx::exp2(fminf(to + from.y, 0.0f)) * (dt.y * sums[2 * half + 1]);
     if (is_own_tile) {
       // Chosen away, not multiplied by zero: later tokens may not be finite.
       first = source > token ? 0.0f : first + (source == token ? D : 0.0f);

@@ -1,8 +1,9 @@
 // What the warps of the pipelined step share: the memory of a thread block and its barriers.
 //
 // A *chunk* is up to CHUNK_HEADS neighbouring heads of one (row of the step, group): they share B and C. A *tile* is
-// TILE_ROWS neighbouring state rows of one head, the work of one warp: those of one product. Chunks go through the chunk buffers in turn; tile
-// i of a thread block stands in stage i % NUM_STAGES and belongs to consumer warp i % NUM_CONSUMERS.
+// TILE_ROWS neighbouring state rows of one head: those of one product, and the work of one warp. Chunks go through the
+// chunk buffers in turn; tile i of a thread block stands in stage i % NUM_STAGES and belongs to consumer warp
+// i % NUM_CONSUMERS.
 #pragma once
 #include "common/barrier.cuh"
 #include "common/lanes.cuh"
@@ -39,7 +40,8 @@ static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0, "chunks do not cross groups");
 static_assert(WARP_SIZE % CHUNK_HEADS == 0, "lanes share heads and tokens out evenly");
 static_assert(NUM_STAGES % NUM_CONSUMERS == 0, "a stage has the same warp each time, else waits skip a phase");
 static_assert(CHUNK_BUFFERS >= 2, "a chunk is brought while another is consumed");
-static_assert(BLOCK_THREADS == (NUM_CONSUMERS + NUM_WEIGHERS + NUM_LOADERS + 1) * WARP_SIZE, "specialize.py counts other warps");
+static_assert(BLOCK_THREADS == (NUM_CONSUMERS + NUM_WEIGHERS + NUM_LOADERS + 1) * WARP_SIZE,
+              "pipeline_shape.py counts other warps");
 
 // Lengths of one row of the step, clamped: lengths that break the protocol must not lead outside of shared memory or
 // of a slot's rings.
@@ -115,7 +117,7 @@ struct ChunkBuffer {
   __device__ unsigned char* C(int token) const { return base + ChunkOffsets::C + token * BC_ROW_BYTES; }
 };
 
-// The dynamic shared memory: NUM_STAGES tiles, CHUNK_BUFFERS chunk buffers, the barriers, the block's share of the work.
+// The dynamic shared memory: NUM_STAGES tiles, CHUNK_BUFFERS chunk buffers, the barriers, the block's share.
 struct PipelineShared {
   unsigned char* base;
   uint32_t address;
@@ -157,7 +159,7 @@ struct PipelineShared {
   }
 };
 
-static_assert(PipelineShared::BYTES == DYNAMIC_SHARED_BYTES, "specialize.py counts shared memory differently");
+static_assert(PipelineShared::BYTES == DYNAMIC_SHARED_BYTES, "pipeline_shape.py counts shared memory differently");
 
 // A place in a ring of PERIOD stages or buffers, and the parity of the phase that its barriers are in; in one register.
 template <int PERIOD>

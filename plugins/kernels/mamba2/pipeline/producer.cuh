@@ -9,7 +9,7 @@ namespace replay {
 
 // Bring what the stages will hold at first to the cache.
 __device__ inline void prefetch_tiles(const Mamba2Params& params, ChunkWalk<Reading::GUESS> walk) {
-  #pragma unroll 1
+#pragma unroll 1
   for (int num_tiles = 0; num_tiles < NUM_STAGES;) {
     const Chunk chunk = walk.next();
     if (chunk.num_heads == 0) return;

@@ -21,7 +21,9 @@ inline void barrier_arrive_after_copies(uint32_t barrier) {
 
 inline void barrier_wait(uint32_t barrier, uint32_t parity) { emulator::wait_for_phase(barrier, parity); }
 
-inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier) {
+inline uint64_t streaming_policy() { return 0; }
+
+inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier, uint64_t) {
   if (bytes == 0 || bytes % 16 != 0) emulator::fail("a bulk copy that is not of whole pieces of 16 bytes");
   check_alignment(source);
   emulator::check_region(source, bytes);
@@ -29,12 +31,6 @@ inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes
   check_alignment(copy.target);
   emulator::poison(copy);
   emulator::under_way.push_back({-1, {copy}, barrier, bytes});
-}
-
-inline uint64_t streaming_policy() { return 0; }
-
-inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier, uint64_t) {
-  copy_bulk(shared_target, source, bytes, barrier);
 }
 
 inline void prefetch_bulk(const void* source, uint32_t bytes) {

@@ -10,7 +10,7 @@ inline uint32_t pack_bf16(float low, float high) {
 
 namespace ptx {
 
-// Sums in fp32, one product after another. Tensor cores add in another order and truncate: bounds alone can be compared.
+// Sums in fp32, one product after another. Tensor cores add in another order and truncate: only bounds can be compared.
 inline void mma_bf16(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const emulator::Exchange exchange({a[0], a[1], a[2], a[3], b0, b1});
   const unsigned g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -75,8 +75,6 @@ inline uint32_t transpose(uint32_t word) {
   const uint32_t low = exchange.of(2 * q * 4 + g / 2)[0] >> shift, high = exchange.of((2 * q + 1) * 4 + g / 2)[0] >> shift;
   return high << 16 | (low & 0xffffu);
 }
-
-inline float exp2_approximate(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 
 }  // namespace ptx
 }  // namespace replay

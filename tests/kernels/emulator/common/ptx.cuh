@@ -35,7 +35,7 @@ inline uint16_t bf16_from_float(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline float exp2(float x) { return std::exp2(x); }
+inline float exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 
 inline float reciprocal(float x) { return 1.0f / x; }
 
