@@ -70,7 +70,10 @@ def is_exact(architecture: str) -> bool:
 
 
 def has_dependent_launch(architecture: str) -> bool:
-    """Say whether a kernel may start before the one before it has finished: since compute capability 9.0."""
+    """Say whether kernels may start before the one before them has finished: since compute capability 9.0.
+
+    All of ours wait by themselves then (``kernels/common/dependent_launch.cuh``).
+    """
     return capability_of(architecture) >= 90
 
 
@@ -85,7 +88,7 @@ def _entry(specialization: Specialization, role: Role, architecture: str) -> Ker
         block_x=shape.block_x,
         dynamic_shared_bytes=shape.dynamic_shared_bytes,
         is_persistent=shape.is_persistent,
-        is_dependent_launch=shape.is_dependent_launch and has_dependent_launch(architecture),
+        is_dependent_launch=has_dependent_launch(architecture),
         rows_per_block=shape.rows_per_block,
         cubin=build.compile_kernel(specialization, role, architecture),
     )

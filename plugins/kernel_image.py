@@ -14,10 +14,9 @@ integers are little-endian.
 ``constants`` is what the kernels were compiled for (``specialize.constants_of``); a plugin refuses an image whose
 constants are not those of its tensors and fields.
 
-A kernel is launched with block (block_x, 1, 1) and grid (grid_x, rows of the step / rows_per_block,
-rounded up, 1), a persistent one with grid
-(min(multiprocessors of the device, rows * grid_x), 1, 1); its single argument is the ``Params`` struct of its folder.
-One with is_dependent_launch is launched with programmatic stream serialization.
+A kernel is launched with block (block_x, 1, 1) and grid (grid_x, rows of the step / rows_per_block rounded up, 1), a
+persistent one with grid (min(multiprocessors of the device, rows * grid_x), 1, 1); its single argument is the
+``Params`` struct of its folder. One with is_dependent_launch is launched with programmatic stream serialization.
 Roles: "step" (window of at most 1 + max_draft_len tokens), "prefill" (longer), and, where there is one,
 "pipelined_step" (as "step", for tensors in 16-byte pieces) or "one_token_step" (as "step", for windows of one token).
 """

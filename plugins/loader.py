@@ -72,7 +72,7 @@ def load(specialization: Specialization, role: Role, device_index: int) -> Loade
         _check(shape.symbol, *driver.cuKernelSetAttribute(attribute, shape.dynamic_shared_bytes, handle, device))
     # A launch takes a CUkernel wherever it takes a CUfunction (CUDA driver API, cuLaunchKernelEx).
     num_multiprocessors = torch.cuda.get_device_properties(device_index).multi_processor_count
-    is_dependent = shape.is_dependent_launch and has_dependent_launch(architecture)
+    is_dependent = has_dependent_launch(architecture)
     return LoadedKernel(driver.CUfunction(int(kernel.handle)), shape, code, num_multiprocessors, is_dependent)
 
 

@@ -1,7 +1,8 @@
 """Which kernels exist: the compile-time constants of each, what is supported, and the launch table.
 
-Everything that the sources are compiled with (``-D``) and launched with is computed here and nowhere else; the sources
-assert at compile time that their own layout needs the threads and the shared bytes that this table gives them.
+Everything that the sources are compiled with (``-D``) and launched with is computed here, in ``pipeline_shape``,
+``chunk_shape`` and ``specialize_gated_delta_net``, and nowhere else; the sources assert at compile time that their own
+layout needs the threads and the shared bytes that are counted for them.
 """
 
 from dataclasses import asdict, dataclass
@@ -46,9 +47,9 @@ _X_PADDING = 8
 _CONV_VECTOR_BYTES = 8
 _CONV_BLOCK_THREADS = 128
 # Rows of a thread: two share their taps; with more than one token a row each is faster. Blocks per SM bound the
-# registers: at 128 rows of 10240 channels all blocks of a one-token step are then on the GPU at once.
+# registers of a step: at 128 rows of 10240 channels all blocks of a one-token step are then on the GPU at once.
 _CONV_ROWS: dict[Kernel, int] = {"one_token_step": 2, "step": 1, "prefill": 1}
-_CONV_BLOCKS_PER_SM: dict[Kernel, int] = {"one_token_step": 10, "step": 8, "prefill": 7}
+_CONV_BLOCKS_PER_SM: dict[Kernel, int] = {"one_token_step": 10, "step": 8}
 _CONV_FEW_TAPS, _CONV_BLOCKS_PER_SM_OF_MANY_TAPS = 4, 4
 # Thread blocks that share the tokens of a long window, per block of channels: enough to fill a GPU at batch 1.
 _CONV_TOKEN_SPLITS = 128
@@ -66,8 +67,6 @@ class LaunchShape:
         block_x: threads per block.
         dynamic_shared_bytes: dynamic shared memory per block, in bytes.
         is_persistent: see above.
-        is_dependent_launch: it may start before the kernel before it has finished, where the GPU can do so: it waits
-            by itself (``kernels/common/dependent_launch.cuh``).
         rows_per_block: rows of the step that a block runs, the last block maybe fewer.
     """
 
@@ -76,7 +75,6 @@ class LaunchShape:
     block_x: int
     dynamic_shared_bytes: int
     is_persistent: bool = False
-    is_dependent_launch: bool = True
     rows_per_block: int = 1
 
     def grid(self, num_rows: int, num_multiprocessors: int) -> tuple[int, int, int]:
@@ -332,19 +330,18 @@ class CausalConv1dSpecialization:
 
     def defines(self, kernel: Kernel) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
-        blocks_per_sm = (
-            _CONV_BLOCKS_PER_SM[kernel] if self.d_conv <= _CONV_FEW_TAPS else _CONV_BLOCKS_PER_SM_OF_MANY_TAPS
-        )
-        return {
+        defines = {
             "CONV_DIM": str(self.conv_dim),
             "D_CONV": str(self.d_conv),
             "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
             "CHANNELS_PER_THREAD": str(self.channels_per_thread),
-            "TOKEN_SPLITS": str(_CONV_TOKEN_SPLITS),
-            "ROWS_PER_BLOCK": str(_CONV_ROWS[kernel]),
-            "BLOCKS_PER_SM": str(blocks_per_sm),
             "BLOCK_THREADS": str(_CONV_BLOCK_THREADS),
         }
+        if kernel == "prefill":
+            return defines | {"TOKEN_SPLITS": str(_CONV_TOKEN_SPLITS)}
+        is_few = self.d_conv <= _CONV_FEW_TAPS
+        blocks_per_sm = _CONV_BLOCKS_PER_SM[kernel] if is_few else _CONV_BLOCKS_PER_SM_OF_MANY_TAPS
+        return defines | {"ROWS_PER_BLOCK": str(_CONV_ROWS[kernel]), "BLOCKS_PER_SM": str(blocks_per_sm)}
 
 
 Specialization: TypeAlias = "Mamba2Specialization | CausalConv1dSpecialization | GatedDeltaNetSpecialization"
