@@ -13,7 +13,7 @@ from trtllm_replayssm.builders.engine import build
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a fp32 Hugging Face folder with one weights file and a tokenizer."""
+    """Give an fp32 Hugging Face folder with one weights file and a tokenizer."""
     return make_nemotron_h(tmp_path_factory.mktemp("models") / "tiny", tokenizer=True)
 
 

@@ -1,4 +1,4 @@
-"""The kernels' headers and their Python twins agree: parameter structs the protocol's predicates and limits."""
+"""The kernels' headers and their Python twins agree: parameter structs, the protocol's predicates and limits."""
 
 import ctypes
 from pathlib import Path

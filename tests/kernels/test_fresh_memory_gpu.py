@@ -14,7 +14,8 @@ from tests.ops.test_causal_conv1d import ConvDriver
 
 pytestmark = pytest.mark.gpu
 
-# The first three run the pipelined step where there is one; the others are the generic step's, of every width and type.
+# The first three run the pipelined step where there is one, the other Mamba-2 ones the generic step, of every width and
+# type; then Gated DeltaNet.
 LIVES = (
     "mamba2-G1-T4",
     "state_bf16",

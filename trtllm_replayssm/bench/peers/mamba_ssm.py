@@ -17,7 +17,7 @@ from trtllm_replayssm.bench.tuning import SHIPPED, Setting
 TILES: tuple[Setting, ...] = tuple(
     {"BLOCK_SIZE_M": rows, "num_warps": warps} for rows, warps in ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (32, 2))
 )
-"""Rows of a state by a block, and its warps: the tiles that win for one shape or batch size or another on a H200."""
+"""Rows of a state by a block, and its warps: the tiles that win for one shape or batch size or another on an H200."""
 
 
 class SelectiveStateUpdate(PeerStep):
