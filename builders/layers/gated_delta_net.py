@@ -8,6 +8,7 @@ from trtllm_replayssm.builders import onnx_ops
 from trtllm_replayssm.builders.layers.conv import CausalConv1d
 from trtllm_replayssm.builders.layers.linear import Linear
 from trtllm_replayssm.builders.layers.norm import GatedRMSNorm
+from trtllm_replayssm.builders.layers.per_head import per_head
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import GatedDeltaNetGeometry, ReplayGeometry
 
@@ -35,8 +36,8 @@ class GatedDeltaNet(nn.Module):
         self.replay = replay
         self.in_proj = Linear(d_model, geometry.d_in_proj, dtype)
         self.conv1d = CausalConv1d(geometry.conv_dim, geometry.d_conv, dtype)
-        self.A_log = _per_head(geometry.n_value_heads)
-        self.dt_bias = _per_head(geometry.n_value_heads)
+        self.A_log = per_head(geometry.n_value_heads)
+        self.dt_bias = per_head(geometry.n_value_heads)
         self.norm = GatedRMSNorm(geometry.value_dim, eps, dtype)
         self.out_proj = Linear(geometry.d_value, d_model, dtype)
 
@@ -140,7 +141,3 @@ class ConventionalGatedDeltaNet(GatedDeltaNet):
             max_draft_len=self.replay.max_draft_len,
         )
         return o, states
-
-
-def _per_head(n_heads: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(n_heads, dtype=torch.float32), requires_grad=False)

@@ -8,6 +8,7 @@ from trtllm_replayssm.builders import onnx_ops
 from trtllm_replayssm.builders.layers.conv import CausalConv1d
 from trtllm_replayssm.builders.layers.linear import Linear
 from trtllm_replayssm.builders.layers.norm import GatedGroupRMSNorm
+from trtllm_replayssm.builders.layers.per_head import per_head
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import Mamba2Geometry, ReplayGeometry
 
@@ -35,9 +36,9 @@ class Mamba2(nn.Module):
         self.replay = replay
         self.in_proj = Linear(d_model, geometry.d_in_proj, dtype)
         self.conv1d = CausalConv1d(geometry.conv_dim, geometry.d_conv, dtype)
-        self.A = _per_head(geometry.n_heads)
-        self.D = _per_head(geometry.n_heads)
-        self.dt_bias = _per_head(geometry.n_heads)
+        self.A = per_head(geometry.n_heads)
+        self.D = per_head(geometry.n_heads)
+        self.dt_bias = per_head(geometry.n_heads)
         self.norm = GatedGroupRMSNorm(geometry.d_inner, geometry.n_groups, eps, dtype)
         self.out_proj = Linear(geometry.d_inner, d_model, dtype)
 
@@ -139,7 +140,3 @@ class ConventionalMamba2(Mamba2):
             max_draft_len=self.replay.max_draft_len,
         )
         return y, states
-
-
-def _per_head(n_heads: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(n_heads, dtype=torch.float32), requires_grad=False)

@@ -8,7 +8,14 @@ i); every other state has one row per slot and is addressed through ``slot_ids``
 from dataclasses import dataclass
 from typing import Literal
 
-from trtllm_replayssm.contract.geometry import EngineLimits, LayerType, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.geometry import (
+    EngineLimits,
+    GatedDeltaNetGeometry,
+    LayerType,
+    Mamba2Geometry,
+    ModelGeometry,
+    ReplayGeometry,
+)
 
 Dim = int | str
 Role = Literal["step", "state", "weight", "result"]
@@ -77,59 +84,53 @@ def state_specs(
     """
     specs: list[TensorSpec] = []
     for index, kind in enumerate(geometry.layer_types):
-        if kind is LayerType.MAMBA2:
-            specs += _mamba2_states(index, geometry, replay, limits.max_batch_size, conventional)
-        elif kind is LayerType.GATED_DELTA_NET:
-            specs += _gated_delta_net_states(index, geometry, replay, limits.max_batch_size, conventional)
+        if kind in (LayerType.MAMBA2, LayerType.GATED_DELTA_NET):
+            specs += _recurrent_states(index, geometry, replay, limits.max_batch_size, conventional)
         elif kind is LayerType.ATTENTION:
             specs += _attention_states(index, geometry, limits.kv_capacity(replay.window))
     return tuple(specs)
 
 
-def _mamba2_states(
+def _recurrent_states(
     index: int, geometry: ModelGeometry, replay: ReplayGeometry, slots: int, conventional: bool
 ) -> list[TensorSpec]:
-    m = geometry.mamba2
-    assert m is not None, "a geometry with Mamba-2 layers describes them"
-    rows = replay.ring_rows
-    activation, state = geometry.dtype, replay.state_dtype
-    conv_ring = TensorSpec(
-        f"conv_ring_{index}", activation, (slots, replay.conv_ring_rows(m.d_conv), m.conv_dim), "state"
-    )
-    one_state = (m.n_heads, m.head_dim, m.d_state)
+    """Return the convolution's ring, the state or its snapshots, and the rings of a replayed recurrence."""
+    mixer = geometry.recurrence
+    assert mixer is not None, "a geometry with recurrent layers describes them"
+    conv_rows = replay.conv_ring_rows(mixer.d_conv)
+    conv_ring = TensorSpec(f"conv_ring_{index}", geometry.dtype, (slots, conv_rows, mixer.conv_dim), "state")
+    one_state, rings = _mamba2(mixer) if isinstance(mixer, Mamba2Geometry) else _gated_delta_net(mixer)
     if conventional:
-        snapshots: tuple[Dim, ...] = (slots, replay.window + 1, *one_state)
-        return [conv_ring, TensorSpec(f"ssm_snapshots_{index}", state, snapshots, "state")]
+        snapshots = (slots, replay.window + 1, *one_state)
+        return [conv_ring, TensorSpec(f"ssm_snapshots_{index}", replay.state_dtype, snapshots, "state")]
     return [
         conv_ring,
-        TensorSpec(f"ssm_state_{index}", state, (slots, *one_state), "state"),
-        TensorSpec(f"x_ring_{index}", activation, (slots, rows, m.n_heads, m.head_dim), "state"),
-        TensorSpec(f"b_ring_{index}", activation, (slots, rows, m.n_groups, m.d_state), "state"),
-        TensorSpec(f"dt_ring_{index}", "float32", (slots, rows, m.n_heads), "state"),
+        TensorSpec(f"ssm_state_{index}", replay.state_dtype, (slots, *one_state), "state"),
+        *(
+            TensorSpec(f"{name}_{index}", dtype or geometry.dtype, (slots, replay.ring_rows, *row), "state")
+            for name, dtype, row in rings
+        ),
     ]
 
 
-def _gated_delta_net_states(
-    index: int, geometry: ModelGeometry, replay: ReplayGeometry, slots: int, conventional: bool
-) -> list[TensorSpec]:
-    g = geometry.gated_delta_net
-    assert g is not None, "a geometry with Gated DeltaNet layers describes them"
-    rows = replay.ring_rows
-    activation, state = geometry.dtype, replay.state_dtype
-    conv_ring = TensorSpec(
-        f"conv_ring_{index}", activation, (slots, replay.conv_ring_rows(g.d_conv), g.conv_dim), "state"
-    )
-    one_state = (g.n_value_heads, g.key_dim, g.value_dim)
-    if conventional:
-        snapshots: tuple[Dim, ...] = (slots, replay.window + 1, *one_state)
-        return [conv_ring, TensorSpec(f"ssm_snapshots_{index}", state, snapshots, "state")]
-    return [
-        conv_ring,
-        TensorSpec(f"ssm_state_{index}", state, (slots, *one_state), "state"),
-        TensorSpec(f"k_ring_{index}", activation, (slots, rows, g.n_key_heads, g.key_dim), "state"),
+# One state, and the rings: name, type (None: the activations'), one row.
+_Recurrence = tuple[tuple[int, ...], list[tuple[str, str | None, tuple[int, ...]]]]
+
+
+def _mamba2(m: Mamba2Geometry) -> _Recurrence:
+    return (m.n_heads, m.head_dim, m.d_state), [
+        ("x_ring", None, (m.n_heads, m.head_dim)),
+        ("b_ring", None, (m.n_groups, m.d_state)),
+        ("dt_ring", "float32", (m.n_heads,)),
+    ]
+
+
+def _gated_delta_net(g: GatedDeltaNetGeometry) -> _Recurrence:
+    return (g.n_value_heads, g.key_dim, g.value_dim), [
+        ("k_ring", None, (g.n_key_heads, g.key_dim)),
         # Rounding these would grow with the text: what is wrong in the state stays in it.
-        TensorSpec(f"u_ring_{index}", "float32", (slots, rows, g.n_value_heads, g.value_dim), "state"),
-        TensorSpec(f"g_ring_{index}", "float32", (slots, rows, g.n_value_heads), "state"),
+        ("u_ring", "float32", (g.n_value_heads, g.value_dim)),
+        ("g_ring", "float32", (g.n_value_heads,)),
     ]
 
 

@@ -17,9 +17,7 @@ _TABLE = (
     checks.Argument("weight", ("D", "d_conv"), "activation"),
     checks.Argument("bias", ("D",), "activation", is_optional=True),
     checks.Argument("conv_ring", ("slots", "R_conv", "D"), "activation", is_written=True),
-    checks.Argument("past_lengths", ("batch",), "int32"),
-    checks.Argument("num_tokens", ("batch",), "int32"),
-    checks.Argument("slot_ids", ("batch",), "int32"),
+    *checks.per_row("past_lengths", "num_tokens", "slot_ids"),
 )
 
 
@@ -77,8 +75,7 @@ def causal_conv1d(
     checks.check_at_least(_OP, "conv_ring's rows R_conv", size["R_conv"], least, "d_conv - 1 + 1 + max_draft_len")
     if x.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    checks.check_slots(_OP, slot_ids, size["slots"])
-    checks.check_lengths(_OP, slot_ids=slot_ids, past_lengths=past_lengths, num_tokens=num_tokens, seq_len=size["S"])
+    checks.check_counters(_OP, tensors, size)
     if x.is_cuda:
         from trtllm_replayssm.plugins import launch
 

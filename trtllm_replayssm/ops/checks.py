@@ -47,6 +47,11 @@ class _Bound:
     source: str
 
 
+def per_row(*names: str) -> tuple[Argument, ...]:
+    """Return the arguments that have one number per row of the step: lengths and slots."""
+    return tuple(Argument(name, ("batch",), "int32") for name in names)
+
+
 def check_tensors(op: str, table: tuple[Argument, ...], tensors: Mapping[str, Tensor | None]) -> dict[str, int]:
     """Compare a call's tensors with the table of the op.
 
@@ -215,15 +220,36 @@ def check_same_type(op: str, **tensors: Tensor) -> None:
             )
 
 
-def check_slots(op: str, slot_ids: Tensor, num_slots: int) -> None:
-    """Refuse slots that are out of range or named twice; -1 marks padding. Reads memory on the CPU alone.
+def check_counters(op: str, tensors: Mapping[str, Tensor | None], size: Mapping[str, int], *, history: int = 0) -> None:
+    """Refuse slots and counters that the protocol cannot produce. Reads memory on the CPU alone.
+
+    Args:
+        op: name for messages.
+        tensors: with past_lengths, num_tokens and slot_ids, and checkpoint_lengths where the op has them.
+        size: what ``check_tensors`` returned, with ``slots`` and ``S``.
+        history: most pending rows.
 
     Raises:
-        OpArgumentError: an id is below -1, at least num_slots, or not unique.
+        OpArgumentError: a slot id is below -1 (padding), at least the number of slots, or not unique; or, in a row that
+            has a slot, not 0 <= num_tokens <= S, or lengths that ``check_row`` refuses.
     """
+    slot_ids, past_lengths, num_tokens = (tensors[name] for name in ("slot_ids", "past_lengths", "num_tokens"))
+    assert slot_ids is not None and past_lengths is not None and num_tokens is not None, "never optional"
     if slot_ids.device.type != "cpu":
         return
-    ids = slot_ids.tolist()
+    ids, past, num = slot_ids.tolist(), past_lengths.tolist(), num_tokens.tolist()
+    _check_slots(op, ids, size["slots"])
+    checkpoint_lengths = tensors.get("checkpoint_lengths")
+    checkpoint = past if checkpoint_lengths is None else checkpoint_lengths.tolist()
+    for row, (slot, c, f, n) in enumerate(zip(ids, past, checkpoint, num, strict=True)):
+        if slot < 0:
+            continue
+        if not 0 <= n <= size["S"]:
+            raise OpArgumentError(f"{op}: num_tokens[{row}]: found {n}; needed 0 to {size['S']}, the window's tokens.")
+        check_row(op, row, c, f, window=size["S"], history=history)
+
+
+def _check_slots(op: str, ids: list[int], num_slots: int) -> None:
     used = [i for i in ids if i != -1]
     if any(not 0 <= i < num_slots for i in used):
         raise OpArgumentError(
@@ -231,33 +257,6 @@ def check_slots(op: str, slot_ids: Tensor, num_slots: int) -> None:
         )
     if len(set(used)) != len(used):
         raise OpArgumentError(f"{op}: slot_ids: found {ids}; needed every slot at most once in a call.")
-
-
-def check_lengths(
-    op: str,
-    *,
-    slot_ids: Tensor,
-    past_lengths: Tensor,
-    num_tokens: Tensor,
-    seq_len: int,
-    checkpoint_lengths: Tensor | None = None,
-    history: int = 0,
-) -> None:
-    """Refuse counters that the protocol cannot produce, in rows that have a slot. Reads memory on the CPU alone.
-
-    Raises:
-        OpArgumentError: not 0 <= num_tokens <= S, or lengths that ``check_row`` refuses.
-    """
-    if slot_ids.device.type != "cpu":
-        return
-    checkpoint = past_lengths if checkpoint_lengths is None else checkpoint_lengths
-    counters = (slot_ids.tolist(), past_lengths.tolist(), checkpoint.tolist(), num_tokens.tolist())
-    for row, (slot, c, f, n) in enumerate(zip(*counters, strict=True)):
-        if slot < 0:
-            continue
-        if not 0 <= n <= seq_len:
-            raise OpArgumentError(f"{op}: num_tokens[{row}]: found {n}; needed 0 to {seq_len}, the window's tokens.")
-        check_row(op, row, c, f, window=seq_len, history=history)
 
 
 def check_row(op: str, row: int, c: int, f: int, *, window: int, history: int) -> None:

@@ -16,7 +16,7 @@ from trtllm_replayssm.ops.reference.mamba2 import Inputs, Weights
 _MAMBA2 = "ops.mamba2_conventional"
 _GATED_DELTA_NET = "ops.gated_delta_net_conventional"
 
-_COUNTERS = tuple(checks.Argument(name, ("batch",), "int32") for name in ("past_lengths", "num_tokens", "slot_ids"))
+_COUNTERS = checks.per_row("past_lengths", "num_tokens", "slot_ids")
 
 _MAMBA2_TABLE = (
     *MAMBA2_INPUTS,
@@ -94,7 +94,7 @@ def mamba2_conventional(
     _check_snapshots(_MAMBA2, size, max_draft_len)
     if x.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    _check_counters(_MAMBA2, tensors, size)
+    checks.check_counters(_MAMBA2, tensors, size)
     y = mamba2_reference.mamba2_conventional(
         Inputs(x, dt, B, C),
         Weights(A, D, dt_bias),
@@ -167,7 +167,7 @@ def gated_delta_net_conventional(
     _check_snapshots(_GATED_DELTA_NET, size, max_draft_len)
     if q.is_meta:
         return torch.empty(v.shape, dtype=v.dtype, device="meta")
-    _check_counters(_GATED_DELTA_NET, tensors, size)
+    checks.check_counters(_GATED_DELTA_NET, tensors, size)
     o = gated_delta_net_reference.gated_delta_net_conventional(
         GatedDeltaNetInputs(q, k, v, a, b),
         GatedDeltaNetWeights(A_log, dt_bias),
@@ -184,9 +184,3 @@ def _check_snapshots(op: str, size: dict[str, int], max_draft_len: int) -> None:
     checks.check_window(op, history=window, max_draft_len=max_draft_len)
     checks.check_equal(op, "ssm_snapshots' rows", size["T + 1"], window + 1, "2 + max_draft_len")
     checks.check_at_least(op, "ssm_snapshots' slots", size["slots"], 1, "a padding row reads slot 0, and drops it")
-
-
-def _check_counters(op: str, tensors: dict[str, Tensor], size: dict[str, int]) -> None:
-    past_lengths, num_tokens, slot_ids = (tensors[name] for name in ("past_lengths", "num_tokens", "slot_ids"))
-    checks.check_slots(op, slot_ids, size["slots"])
-    checks.check_lengths(op, slot_ids=slot_ids, past_lengths=past_lengths, num_tokens=num_tokens, seq_len=size["S"])

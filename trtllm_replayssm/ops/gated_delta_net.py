@@ -26,10 +26,7 @@ _TABLE = (
     checks.Argument("k_ring", ("slots", "R", "Hk", "K"), "activation", is_written=True),
     checks.Argument("u_ring", ("slots", "R", "Hv", "V"), "float32", is_written=True),
     checks.Argument("g_ring", ("slots", "R", "Hv"), "float32", is_written=True),
-    checks.Argument("past_lengths", ("batch",), "int32"),
-    checks.Argument("checkpoint_lengths", ("batch",), "int32"),
-    checks.Argument("num_tokens", ("batch",), "int32"),
-    checks.Argument("slot_ids", ("batch",), "int32"),
+    *checks.per_row("past_lengths", "checkpoint_lengths", "num_tokens", "slot_ids"),
 )
 
 
@@ -123,16 +120,7 @@ def gated_delta_net(
     checks.check_ring(_OP, "k_ring, u_ring and g_ring", size["R"], history=history, max_draft_len=max_draft_len)
     if q.is_meta:
         return torch.empty(v.shape, dtype=v.dtype, device="meta")
-    checks.check_slots(_OP, slot_ids, size["slots"])
-    checks.check_lengths(
-        _OP,
-        slot_ids=slot_ids,
-        past_lengths=past_lengths,
-        num_tokens=num_tokens,
-        seq_len=size["S"],
-        checkpoint_lengths=checkpoint_lengths,
-        history=history,
-    )
+    checks.check_counters(_OP, tensors, size, history=history)
     run = _launch if q.is_cuda else _reference
     return run(tensors, history, max_draft_len)
 

@@ -26,10 +26,7 @@ _TABLE = (
     checks.Argument("x_ring", ("slots", "R", "H", "P"), "activation", is_written=True),
     checks.Argument("B_ring", ("slots", "R", "G", "N"), "activation", is_written=True),
     checks.Argument("dt_ring", ("slots", "R", "H"), "float32", is_written=True),
-    checks.Argument("past_lengths", ("batch",), "int32"),
-    checks.Argument("checkpoint_lengths", ("batch",), "int32"),
-    checks.Argument("num_tokens", ("batch",), "int32"),
-    checks.Argument("slot_ids", ("batch",), "int32"),
+    *checks.per_row("past_lengths", "checkpoint_lengths", "num_tokens", "slot_ids"),
 )
 
 
@@ -115,16 +112,7 @@ def mamba2(
     _check_sizes(size, history, max_draft_len)
     if x.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    checks.check_slots(_OP, slot_ids, size["slots"])
-    checks.check_lengths(
-        _OP,
-        slot_ids=slot_ids,
-        past_lengths=past_lengths,
-        num_tokens=num_tokens,
-        seq_len=size["S"],
-        checkpoint_lengths=checkpoint_lengths,
-        history=history,
-    )
+    checks.check_counters(_OP, tensors, size, history=history)
     run = _launch if x.is_cuda else _reference
     return run(tensors, history, max_draft_len)
 
