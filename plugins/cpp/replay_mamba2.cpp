@@ -12,10 +12,10 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "../kernels/common/protocol.h"
 #include "../kernels/mamba2/params.h"
 #include "definitions.h"
 #include "log.h"
+#include "recurrence.h"
 
 namespace replayssm {
 namespace {
@@ -27,25 +27,10 @@ enum Input : int32_t {
   kPastLengths, kCheckpointLengths, kNumTokens, kSlotIds
 };
 enum Output : int32_t { kY, kSsmStateOut, kXRingOut, kBRingOut, kDtRingOut };
-enum Field : std::size_t { kHistory, kMaxDraftLen };
-
-int64_t window_length(const IntFields& fields) { return 1 + static_cast<int64_t>(fields[kMaxDraftLen]); }
-
-std::string field_fault(const IntFields& fields) {
-  const int32_t max_draft_len = fields[kMaxDraftLen];
-  if (max_draft_len < 0) return concat("field max_draft_len: found ", max_draft_len, "; needed 0 or more");
-  if (fields[kHistory] >= window_length(fields)) return "";
-  return concat("field history: found ", fields[kHistory], " with max_draft_len = ", max_draft_len,
-                "; needed at least ", window_length(fields), " (1 + max_draft_len)");
-}
 
 std::string dimension_fault(const Dimensions& dimensions, const IntFields& fields) {
-  const int64_t rows = fields[kHistory] + window_length(fields);
-  if (dimensions.knows("R") && dimensions['R'] < rows) {
-    return concat("x_ring: found ", dimensions['R'], " rows with history = ", fields[kHistory], " and max_draft_len = ",
-                  fields[kMaxDraftLen], "; needed at least ", rows, " (history + 1 + max_draft_len)");
-  }
-  if (!dimensions.knows("HG")) return "";
+  const std::string fault = ring_rows_fault("x_ring", dimensions, fields);
+  if (!fault.empty() || !dimensions.knows("HG")) return fault;
   if (dimensions['G'] >= 1 && dimensions['H'] % dimensions['G'] == 0) return "";
   return concat("B: found ", dimensions['G'], " groups with ", dimensions['H'], " heads; needed heads in equal groups");
 }
@@ -53,9 +38,9 @@ std::string dimension_fault(const Dimensions& dimensions, const IntFields& field
 std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions, const IntFields& fields) {
   if (!dimensions.knows("HPNG")) return "";
   return concat("mamba2 n_heads=", dimensions['H'], " head_dim=", dimensions['P'], " d_state=", dimensions['N'],
-                " n_groups=", dimensions['G'], " history=", fields[kHistory], " max_draft_len=", fields[kMaxDraftLen],
-                " activation_dtype=", type_text(inputs[kX].type), " state_dtype=", type_text(inputs[kSsmState].type),
-                " dt_dtype=", type_text(inputs[kDt].type));
+                " n_groups=", dimensions['G'], " ",
+                recurrence_constants(fields, inputs[kX].type, inputs[kSsmState].type), " dt_dtype=",
+                type_text(inputs[kDt].type));
 }
 
 // The pipelined step copies rows of x, B and C, and the pools, in 16-byte pieces. All tensors are contiguous, and its
@@ -73,7 +58,7 @@ bool are_in_pieces(const Buffers& buffers) {
 }
 
 const char* role(const Buffers& buffers, int64_t window_tokens, const IntFields& fields) {
-  if (replay::is_prefill(window_tokens, fields[kMaxDraftLen])) return "prefill";
+  if (is_prefill(window_tokens, fields)) return "prefill";
   return are_in_pieces(buffers) ? "pipelined_step" : "step";
 }
 
@@ -141,8 +126,8 @@ const PluginDefinition& mamba2_definition() {
         {"x_ring", kXRing, true},
         {"B_ring", kBRing, true},
         {"dt_ring", kDtRing, true}}},
-      {"history", "max_draft_len"},
-      field_fault,
+      recurrence_fields(),
+      recurrence_field_fault,
       dimension_fault,
       constants,
       role,

@@ -12,7 +12,14 @@ using nvinfer1::DataType;
 using nvinfer1::Dims;
 using nvinfer1::PluginTensorDesc;
 
-std::string letter_text(char letter) { return letter == 's' ? "slots" : std::string(1, letter); }
+std::string letter_text(char letter) {
+  switch (letter) {
+    case 's': return "slots";
+    case 'k': return "Hk";
+    case 'v': return "Hv";
+    default: return std::string(1, letter);
+  }
+}
 
 std::string rule_text(const char* letters) {
   std::string text;
@@ -34,6 +41,12 @@ bool is_float(DataType type) {
   return type == DataType::kFLOAT || type == DataType::kHALF || type == DataType::kBF16;
 }
 
+// Input 0, whose type all activations have.
+struct Activation {
+  const char* name;
+  DataType type;
+};
+
 bool allows_type(TypeRule rule, DataType type, DataType activation) {
   switch (rule) {
     case TypeRule::kActivation: return is_float(type) && type == activation;
@@ -44,10 +57,11 @@ bool allows_type(TypeRule rule, DataType type, DataType activation) {
   return false;
 }
 
-std::string type_rule_text(TypeRule rule, DataType activation) {
+std::string type_rule_text(TypeRule rule, const Activation& activation) {
   switch (rule) {
     case TypeRule::kActivation:
-      return is_float(activation) ? std::string(type_text(activation)) + ", as x" : "float32, float16 or bfloat16";
+      if (is_float(activation.type)) return concat(type_text(activation.type), ", as ", activation.name);
+      return "float32, float16 or bfloat16";
     case TypeRule::kState: return "float32, float16 or bfloat16";
     case TypeRule::kFloat: return "float32";
     case TypeRule::kInt32: return "int32";
@@ -61,15 +75,15 @@ bool check_count(const char* what, int32_t found, int32_t needed, std::string& e
   return false;
 }
 
-bool check_type(TypeRule rule, const char* name, DataType type, DataType activation, std::string& error) {
-  if (allows_type(rule, type, activation)) return true;
+bool check_type(TypeRule rule, const char* name, DataType type, const Activation& activation, std::string& error) {
+  if (allows_type(rule, type, activation.type)) return true;
   error = concat(name, ": found type ", type_text(type), "; needed ", type_rule_text(rule, activation));
   return false;
 }
 
 // One input, or an output with the rule of the input that it is like.
-bool check_tensor(const TensorRule& rule, const char* name, const PluginTensorDesc& tensor, DataType activation,
-                  Dimensions& dimensions, std::string& error) {
+bool check_tensor(const TensorRule& rule, const char* name, const PluginTensorDesc& tensor,
+                  const Activation& activation, Dimensions& dimensions, std::string& error) {
   if (!check_type(rule.type, name, tensor.type, activation, error)) return false;
   if (tensor.format != nvinfer1::TensorFormat::kLINEAR) {
     error = concat(name, ": found format ", static_cast<int32_t>(tensor.format), "; needed the linear format");
@@ -126,8 +140,9 @@ bool allows_format(const TensorTable& table, int32_t position, const nvinfer1::D
 }
 
 bool check_input_types(const TensorTable& table, const DataType* types, std::string& error) {
+  const Activation activation{table.inputs[0].name, types[0]};
   for (int32_t i = 0; i < table.input_count(); ++i) {
-    if (!check_type(table.inputs[i].type, table.inputs[i].name, types[i], types[0], error)) return false;
+    if (!check_type(table.inputs[i].type, table.inputs[i].name, types[i], activation, error)) return false;
   }
   return true;
 }
@@ -136,7 +151,7 @@ bool check_tensors(const TensorTable& table, const PluginTensorDesc* inputs, int
                    const PluginTensorDesc* outputs, int32_t output_count, Dimensions& dimensions, std::string& error) {
   if (!check_count("inputs", input_count, table.input_count(), error)) return false;
   if (!check_count("outputs", output_count, table.output_count(), error)) return false;
-  const DataType activation = inputs[0].type;
+  const Activation activation{table.inputs[0].name, inputs[0].type};
   for (int32_t i = 0; i < input_count; ++i) {
     const TensorRule& rule = table.inputs[i];
     if (!check_tensor(rule, rule.name, inputs[i], activation, dimensions, error)) return false;

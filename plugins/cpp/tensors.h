@@ -23,7 +23,7 @@ enum class TypeRule {
 
 struct TensorRule {
   const char* name;
-  const char* dims;  // one letter a dimension: equal letters are equal sizes; 's' is printed as "slots"
+  const char* dims;  // one letter a dimension: equal letters are equal sizes; s, k, v are printed as slots, Hk, Hv
   TypeRule type;
 };
 
