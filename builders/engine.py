@@ -102,7 +102,7 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
     Raises:
         ConfigError: settings that contradict each other, or an output that is taken.
         CheckpointError: not a rank checkpoint, or no weights to embed.
-        UnsupportedError: there is no kernel or plugin for the model's layers.
+        UnsupportedError: there is no kernel for the shapes of the model's layers.
         BackendError: no TensorRT that can build this.
         BuildError: TensorRT or the compilers refused; with their own lines.
     """
@@ -113,7 +113,6 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
     )
     check_output(output_dir)
     folder, geometry, has_weights = _open_checkpoint(Path(checkpoint_dir), weights)
-    kernels.check_plugins(geometry)
     kernels.specializations(geometry, longest)
     chosen = backends.load(backend)
     capabilities = target_capabilities(chosen, compute_capabilities)

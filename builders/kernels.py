@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from trtllm_replayssm.contract.geometry import LayerType, Mamba2Geometry, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGINS
-from trtllm_replayssm.errors import UnsupportedError
+from trtllm_replayssm.contract.geometry import Mamba2Geometry, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2
 from trtllm_replayssm.plugins.compile_image import architecture_of, capability_of, is_exact, kernel_image
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
@@ -44,20 +43,6 @@ def specializations(geometry: ModelGeometry, replay: ReplayGeometry) -> dict[str
             gate_dtype=geometry.dtype,
         ),
     }
-
-
-def check_plugins(geometry: ModelGeometry) -> None:
-    """Refuse an engine with layers that the plugin library has no creator for.
-
-    Raises:
-        UnsupportedError: there is one; it names the plugin and what runs the model instead.
-    """
-    if geometry.gated_delta_net is not None and GATED_DELTA_NET not in PLUGINS:
-        raise UnsupportedError(
-            f"engine: found {len(geometry.layers_of(LayerType.GATED_DELTA_NET))} Gated DeltaNet layers; needed the "
-            f"plugin {GATED_DELTA_NET.op_type}, which this version does not have. Run the model without an engine: "
-            'executor="torch" (--executor torch).'
-        )
 
 
 def kernel_images(

@@ -50,7 +50,8 @@ class ReplayCreator final : public nvinfer1::IPluginCreatorV3One {
 // Never destroyed: registries keep plain pointers, and may outlive the library's static objects.
 std::vector<nvinfer1::IPluginCreatorInterface*>& creators() {
   static auto& all = *new std::vector<nvinfer1::IPluginCreatorInterface*>{
-      new ReplayCreator(causal_conv1d_definition()), new ReplayCreator(mamba2_definition())};
+      new ReplayCreator(causal_conv1d_definition()), new ReplayCreator(mamba2_definition()),
+      new ReplayCreator(gated_delta_net_definition())};
   return all;
 }
 

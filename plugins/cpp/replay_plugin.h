@@ -1,5 +1,5 @@
 // The shared half of the plugins: TensorRT's interfaces around a table of tensors, a few ints and a kernel image.
-// A plugin itself is a PluginDefinition: replay_causal_conv1d.cpp, replay_mamba2.cpp.
+// A plugin itself is a PluginDefinition: replay_causal_conv1d.cpp, replay_mamba2.cpp, replay_gated_delta_net.cpp.
 #pragma once
 
 #include <atomic>

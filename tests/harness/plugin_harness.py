@@ -283,4 +283,4 @@ def _read_field(field: _Field, type_name: str) -> Field:
 def shapes_of(io: PluginIO, inputs: Mapping[str, TensorDesc]) -> tuple[list[TensorDesc], list[TensorDesc]]:
     """Return the descriptions in the plugin's order: the inputs, and the outputs as their sources."""
     ordered = [inputs[name] for name in io.inputs]
-    return ordered, [ordered[io.aliases.get(k, 0)] for k in range(len(io.outputs))]
+    return ordered, [ordered[io.source(k)] for k in range(len(io.outputs))]

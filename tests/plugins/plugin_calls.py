@@ -1,10 +1,21 @@
 """Right arguments of one plugin call, for tests that then spoil one of them."""
 
-from tests.harness.plugin_harness import TensorDesc
-from tests.plugins.plugin_networks import NodeCase, conv_case, mamba2_case
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PluginIO
+from collections.abc import Callable
 
-INTS = {CAUSAL_CONV1D.op_type: {"activation": 1}, MAMBA2.op_type: {"history": 8, "max_draft_len": 3}}
+from tests.harness.plugin_harness import TensorDesc
+from tests.plugins.plugin_networks import NodeCase, conv_case, gated_delta_net_case, mamba2_case
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PluginIO
+
+INTS = {
+    CAUSAL_CONV1D.op_type: {"activation": 1},
+    MAMBA2.op_type: {"history": 8, "max_draft_len": 3},
+    GATED_DELTA_NET.op_type: {"history": 8, "max_draft_len": 3},
+}
+_NODES: dict[str, Callable[[str], NodeCase]] = {
+    CAUSAL_CONV1D.op_type: conv_case,
+    MAMBA2.op_type: mamba2_case,
+    GATED_DELTA_NET.op_type: gated_delta_net_case,
+}
 
 
 def network_tensors(case: NodeCase, batch: int, seq_len: int) -> dict[str, TensorDesc]:
@@ -18,4 +29,4 @@ def network_tensors(case: NodeCase, batch: int, seq_len: int) -> dict[str, Tenso
 
 def right_tensors(io: PluginIO, batch: int = 2, seq_len: int = 4, dtype: str = "bfloat16") -> dict[str, TensorDesc]:
     """Return the inputs of the networks' node, described for one call."""
-    return network_tensors(conv_case(dtype) if io is CAUSAL_CONV1D else mamba2_case(dtype), batch, seq_len)
+    return network_tensors(_NODES[io.op_type](dtype), batch, seq_len)

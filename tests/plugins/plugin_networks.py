@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGIN_NAMESPACE, PluginIO
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGIN_NAMESPACE, PluginIO
 from trtllm_replayssm.plugins import kernel_image
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
@@ -15,6 +15,7 @@ from trtllm_replayssm.plugins.specialize import (
     Specialization,
     constants_of,
 )
+from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
 
 ONNX_TYPES = {
     "float32": TensorProto.FLOAT,
@@ -27,9 +28,21 @@ Shape = tuple[int | str, ...]
 
 
 def specialization_of(io: PluginIO, dtype: str = "bfloat16", state_dtype: str = "float32") -> Specialization:
-    """Return what the kernels of ``conv_case`` or ``mamba2_case`` are compiled for."""
+    """Return what the kernels of a plugin's node, below, are compiled for."""
     if io is CAUSAL_CONV1D:
         return CausalConv1dSpecialization(conv_dim=24, d_conv=4, activation_dtype=dtype)  # type: ignore[arg-type]
+    if io is GATED_DELTA_NET:
+        return GatedDeltaNetSpecialization(
+            n_key_heads=2,
+            n_value_heads=6,
+            key_dim=16,
+            value_dim=32,
+            history=8,
+            max_draft_len=3,
+            activation_dtype=dtype,  # type: ignore[arg-type]
+            state_dtype=state_dtype,  # type: ignore[arg-type]
+            gate_dtype=dtype,  # type: ignore[arg-type]
+        )
     return Mamba2Specialization(
         n_heads=4,
         head_dim=16,
@@ -67,7 +80,7 @@ class NodeCase:
         """Return the ONNX model: every input of the node is a graph input, every output a graph output."""
         domain = PLUGIN_NAMESPACE
         sources = {
-            f"present_{name}" if index else name: self.io.inputs[self.source(index)]
+            f"present_{name}" if index else name: self.io.inputs[self.io.source(index)]
             for index, name in enumerate(self.io.outputs)
         }
         attributes = dict(self.attributes)
@@ -80,10 +93,6 @@ class NodeCase:
         outputs = [self._value(name, source) for name, source in sources.items()]
         graph = helper.make_graph([node], "one_plugin", inputs, outputs)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(domain, 1)])
-
-    def source(self, output: int) -> int:
-        """Return the input that an output has its shape and type from."""
-        return self.io.aliases.get(output, 0)
 
     def _value(self, name: str, like: str) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, ONNX_TYPES[self.dtypes[like]], list(self.shapes[like]))
@@ -130,6 +139,33 @@ def mamba2_case(dtype: str = "bfloat16", state_dtype: str = "float32", image: by
     image = image or placeholder_image(specialization_of(MAMBA2, dtype, state_dtype))
     attributes = {"history": 8, "max_draft_len": 3, "kernels": image}
     return NodeCase(MAMBA2, shapes, dtypes, attributes)
+
+
+def gated_delta_net_case(dtype: str = "bfloat16", state_dtype: str = "float32", image: bytes | None = None) -> NodeCase:
+    """Return a right ReplayGatedDeltaNet node: 2 key heads of 16, 6 value heads of 32, otherwise as Mamba-2's."""
+    shapes: dict[str, Shape] = {
+        "q": ("B", "S", 2, 16),
+        "k": ("B", "S", 2, 16),
+        "v": ("B", "S", 6, 32),
+        "a": ("B", "S", 6),
+        "b": ("B", "S", 6),
+        "A_log": (6,),
+        "dt_bias": (6,),
+        "ssm_state": (3, 6, 16, 32),
+        "k_ring": (3, 12, 2, 16),
+        "u_ring": (3, 12, 6, 32),
+        "g_ring": (3, 12, 6),
+        "past_lengths": ("B",),
+        "checkpoint_lengths": ("B",),
+        "num_tokens": ("B",),
+        "slot_ids": ("B",),
+    }
+    dtypes = dict.fromkeys(shapes, "int32")
+    dtypes |= dict.fromkeys(("q", "k", "v", "a", "b", "k_ring"), dtype)
+    dtypes |= dict.fromkeys(("A_log", "dt_bias", "u_ring", "g_ring"), "float32") | {"ssm_state": state_dtype}
+    image = image or placeholder_image(specialization_of(GATED_DELTA_NET, dtype, state_dtype))
+    attributes = {"history": 8, "max_draft_len": 3, "kernels": image}
+    return NodeCase(GATED_DELTA_NET, shapes, dtypes, attributes)
 
 
 def random_image(io: PluginIO, bytes_of_code: int) -> bytes:

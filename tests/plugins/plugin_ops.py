@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tests import tolerances
-from tests.cases import DTYPES, Mamba2Case
+from tests.cases import DTYPES, GatedDeltaNetCase, Mamba2Case, ReplayCase
 from tests.harness.plugin_harness import Harness, HarnessPlugin, TensorDesc, shapes_of
 from tests.kernels.emulation import compile_emulated
-from tests.ops.driver import Row, bits, int32
-from tests.ops.mamba2_driver import Mamba2Driver, Window
+from tests.ops.driver import Driver, Row, bits, int32
+from tests.ops.gated_delta_net_driver import GatedDeltaNetDriver
+from tests.ops.mamba2_driver import Mamba2Driver
 from trtllm_replayssm import ops
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PluginIO
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PluginIO
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
 from trtllm_replayssm.plugins.specialize import (
@@ -23,6 +25,7 @@ from trtllm_replayssm.plugins.specialize import (
     Specialization,
     constants_of,
 )
+from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
 
 
 class PluginOp:
@@ -43,7 +46,7 @@ class PluginOp:
         self.io, self.plugin, self.device = io, built.deserialized().attached(), device
 
     def __call__(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Run on torch's current stream; returns y."""
+        """Run on torch's current stream; returns the output that is no state."""
         stream = torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
         dense = {name: tensors[name] for name in self.io.inputs}
         for name in dense:
@@ -51,12 +54,12 @@ class PluginOp:
                 dense[name] = dense[name].contiguous()
             assert dense[name].is_contiguous(), f"TensorRT hands {name} over contiguous"
         inputs, outputs = shapes_of(self.io, {name: _desc(tensor) for name, tensor in dense.items()})
-        y = torch.full_like(dense["x"], torch.nan)
+        result = torch.full_like(dense[self.io.inputs[self.io.source(0)]], torch.nan)
         addresses = [dense[name].data_ptr() for name in self.io.inputs]
-        addresses += [addresses[self.io.aliases[k]] if k else y.data_ptr() for k in range(len(outputs))]
+        addresses += [addresses[self.io.aliases[k]] if k else result.data_ptr() for k in range(len(outputs))]
         self.plugin.on_shape_change(inputs, outputs)
         self.plugin.enqueue(inputs, outputs, addresses, stream)
-        return y
+        return result
 
 
 def _desc(tensor: Tensor) -> TensorDesc:
@@ -109,19 +112,62 @@ def mamba2_specialization(case: Mamba2Case) -> Mamba2Specialization:
     )
 
 
-class PluginMamba2Driver(Mamba2Driver):
-    """``Mamba2Driver``, with its comparisons and its checks of memory, running the plugin instead of the op."""
+def gated_delta_net_specialization(case: GatedDeltaNetCase) -> GatedDeltaNetSpecialization:
+    """Return the constants of a case's kernels; the plugin takes a and b in the activation type."""
+    return GatedDeltaNetSpecialization(
+        n_key_heads=case.n_key_heads,
+        n_value_heads=case.n_value_heads,
+        key_dim=case.key_dim,
+        value_dim=case.value_dim,
+        history=case.history,
+        max_draft_len=case.max_draft_len,
+        activation_dtype=case.activation,  # type: ignore[arg-type]
+        state_dtype=case.state,  # type: ignore[arg-type]
+        gate_dtype=case.activation,  # type: ignore[arg-type]
+    )
+
+
+def specialization_of_case(case: ReplayCase) -> Specialization:
+    """Return the constants of a case's kernels."""
+    if isinstance(case, GatedDeltaNetCase):
+        return gated_delta_net_specialization(case)
+    assert isinstance(case, Mamba2Case)
+    return mamba2_specialization(case)
+
+
+class PluginDriver(Driver):
+    """A driver of an op, with its comparisons and its checks of memory, that runs the plugin instead."""
+
+    io: ClassVar[PluginIO]
 
     def __init__(
-        self, harness: Harness, case: Mamba2Case, image: bytes, device: str, *, num_slots: int = 4, seed: int = 0
+        self, harness: Harness, case: ReplayCase, image: bytes, device: str, *, num_slots: int = 4, seed: int = 0
     ) -> None:
         super().__init__(case, device, num_slots, seed)
         ints = {"history": case.history, "max_draft_len": case.max_draft_len}
-        self.op = PluginOp(harness, MAMBA2, ints, image, device)
+        self.op = PluginOp(harness, self.io, ints, image, device)
 
-    def call(self, rows: Sequence[Row], window: Window) -> Tensor:
+    def call(self, rows: Sequence[Row], window: Any) -> Tensor:
         """Enqueue the plugin."""
         return self.op(self.tensors(rows, window))
+
+
+class PluginMamba2Driver(PluginDriver, Mamba2Driver):
+    """Runs ReplayMamba2."""
+
+    io = MAMBA2
+
+
+class PluginGatedDeltaNetDriver(PluginDriver, GatedDeltaNetDriver):
+    """Runs ReplayGatedDeltaNet."""
+
+    io = GATED_DELTA_NET
+
+
+def plugin_driver(harness: Harness, case: ReplayCase, image: bytes, device: str, **options: int) -> PluginDriver:
+    """Return the driver of a case's plugin."""
+    make = PluginGatedDeltaNetDriver if isinstance(case, GatedDeltaNetCase) else PluginMamba2Driver
+    return make(harness, case, image, device, **options)
 
 
 class ConvolutionPair:

@@ -1,13 +1,14 @@
 """Real engines of one plugin node each, built by TensorRT for RTX through its ONNX parser, on any machine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tests.plugins.plugin_networks import NodeCase, conv_case, mamba2_case, random_image
+from tests.plugins.plugin_networks import NodeCase, conv_case, gated_delta_net_case, mamba2_case, random_image
 from trtllm_replayssm import backend
-from trtllm_replayssm.contract.plugin_io import MAMBA2
+from trtllm_replayssm.contract.plugin_io import GATED_DELTA_NET, MAMBA2, PluginIO
 
 
 @dataclass
@@ -74,6 +75,8 @@ CASES = {
     "conv-float32": conv_case("float32"),
     "mamba2-bfloat16": mamba2_case(),
     "mamba2-float16-state_bfloat16": mamba2_case("float16", "bfloat16"),
+    "gated_delta_net-bfloat16": gated_delta_net_case(),
+    "gated_delta_net-float32-state_float16": gated_delta_net_case("float32", "float16"),
 }
 
 
@@ -91,22 +94,29 @@ def test_an_engine_of_one_plugin_builds_with_the_states_as_inputs_and_outputs(
     assert "Layer(PluginV3)" in built.report
 
 
-@pytest.mark.parametrize("case", [conv_case(), mamba2_case()], ids=["conv", "mamba2"])
+@pytest.mark.parametrize(
+    "case", [conv_case(), mamba2_case(), gated_delta_net_case()], ids=["conv", "mamba2", "gated_delta_net"]
+)
 def test_tensorrt_sees_the_aliases(rtx: backend.Backend, case: NodeCase) -> None:
     built = build(rtx, case, is_aliasing=False)
     assert built.plan is None
     assert "Aliased I/O used by plugin" in built.problems
 
 
-def test_the_kernels_travel_in_the_engine(rtx: backend.Backend) -> None:
-    image = random_image(MAMBA2, 300_000)
-    built = build(rtx, mamba2_case(image=image))
+@pytest.mark.parametrize(
+    ("io", "case_of"),
+    [(MAMBA2, mamba2_case), (GATED_DELTA_NET, gated_delta_net_case)],
+    ids=["mamba2", "gated_delta_net"],
+)
+def test_the_kernels_travel_in_the_engine(rtx: backend.Backend, io: PluginIO, case_of: Callable[..., NodeCase]) -> None:
+    image = random_image(io, 300_000)
+    built = build(rtx, case_of(image=image))
     assert built.plan is not None, built.problems
     assert image in built.plan
 
 
-def spoilt_by(**changes: Any) -> NodeCase:
-    case = mamba2_case()
+def spoilt_by(case_of: Callable[..., NodeCase] = mamba2_case, /, **changes: Any) -> NodeCase:
+    case = case_of()
     case.shapes |= changes.get("shapes", {})
     case.dtypes |= changes.get("dtypes", {})
     case.attributes |= changes.get("attributes", {})
@@ -116,6 +126,7 @@ def spoilt_by(**changes: Any) -> NodeCase:
 
 
 SHORT_RINGS = {"x_ring": (3, 11, 4, 16), "B_ring": (3, 11, 2, 32), "dt_ring": (3, 11, 4)}
+GDN_SHORT_RINGS = {"k_ring": (3, 11, 2, 16), "u_ring": (3, 11, 6, 32), "g_ring": (3, 11, 6)}
 REFUSED = {
     "heads": (spoilt_by(shapes={"dt": ("B", "S", 5)}), "dt: found [?, ?, 5]; needed [B, S, H] with H = 4, as x"),
     "ring_rows": (
@@ -131,6 +142,27 @@ REFUSED = {
     "float_history": (spoilt_by(attributes={"history": 8.0}), "field history: found 1 x float32; needed one int32"),
     "short_history": (spoilt_by(attributes={"history": 3}), "field history: found 3 with max_draft_len = 3; needed"),
     "no_image": (spoilt_by(attributes={"kernels": b"zeros" * 99}), "field kernels: found 495 bytes that are no kernel"),
+    "gdn-heads": (
+        spoilt_by(gated_delta_net_case, shapes={"a": ("B", "S", 2)}),
+        "a: found [?, ?, 2]; needed [B, S, Hv] with Hv = 6, as v",
+    ),
+    "gdn-ring_rows": (
+        spoilt_by(gated_delta_net_case, shapes=GDN_SHORT_RINGS),
+        "k_ring: found 11 rows with history = 8 and max_draft_len = 3; needed",
+    ),
+    "gdn-u_ring_type": (
+        spoilt_by(gated_delta_net_case, dtypes={"u_ring": "bfloat16"}),
+        "u_ring: found type bfloat16; needed float32",
+    ),
+    "gdn-gate_type": (
+        spoilt_by(gated_delta_net_case, dtypes={"b": "float32"}),
+        "b: found type float32; needed bfloat16",
+    ),
+    "gdn-no_history": (spoilt_by(gated_delta_net_case, without=["history"]), "field history: missing; needed history"),
+    "gdn-image": (
+        spoilt_by(gated_delta_net_case, attributes={"kernels": random_image(MAMBA2, 99)}),
+        'found kernels compiled for "mamba2 n_heads=4',
+    ),
 }
 
 
@@ -141,4 +173,4 @@ def test_a_wrong_network_is_refused_at_build_with_the_reason_in_the_log(
     built = build(rtx, case)
     assert built.plan is None
     assert reason in built.problems
-    assert "[trtllm_replayssm] ReplayMamba2" in built.problems
+    assert f"[trtllm_replayssm] {case.io.op_type}" in built.problems

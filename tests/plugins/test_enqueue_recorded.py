@@ -9,14 +9,15 @@ import pytest
 from tests.harness.recorded_run import NUM_MULTIPROCESSORS, Call, Launch, Recording, Scenario, run
 from tests.plugins.plugin_calls import INTS, right_tensors
 from tests.plugins.plugin_networks import placeholder_image, specialization_of
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, MAMBA2, PLUGINS, PluginIO
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGINS, PluginIO
 from trtllm_replayssm.plugins import kernel_image
-from trtllm_replayssm.plugins.params import CausalConv1dParams, Mamba2Params
+from trtllm_replayssm.plugins.params import CausalConv1dParams, GatedDeltaNetParams, Mamba2Params
 from trtllm_replayssm.plugins.specialize import constants_of
 
 PARAMS: dict[str, type[ctypes.Structure]] = {
     CAUSAL_CONV1D.op_type: CausalConv1dParams,
     MAMBA2.op_type: Mamba2Params,
+    GATED_DELTA_NET.op_type: GatedDeltaNetParams,
 }
 every_plugin = pytest.mark.parametrize("io", PLUGINS, ids=lambda io: io.op_type)
 
@@ -59,14 +60,14 @@ def expected_params(io: PluginIO, call: Call) -> ctypes.Structure:
     """Fill the struct by its fields' names: ``x_stride_token`` is the stride of x along its second axis."""
     axes = {"batch": 0, "slot": 0, "token": 1, "head": 2, "group": 2}
     shapes = {name: shape for name, (shape, _) in call.tensors.items()}
-    addresses = dict(zip(io.inputs, call.addresses, strict=False)) | {"y": call.addresses[len(io.inputs)]}
+    addresses = dict(zip(io.inputs, call.addresses, strict=False)) | {io.outputs[0]: call.addresses[len(io.inputs)]}
     for k, source in io.aliases.items():
         addresses[io.inputs[source]] = call.addresses[len(io.inputs) + k]
-    ring = "conv_ring" if io is CAUSAL_CONV1D else "x_ring"
+    num_rows, seq_len = shapes[io.inputs[0]][:2]
     numbers = {
-        "seq_len": shapes["x"][1],
-        "ring_rows": shapes[ring][1],
-        "num_rows": shapes["x"][0],
+        "seq_len": seq_len,
+        "ring_rows": next(shapes[name][1] for name in io.inputs if name.endswith("_ring")),
+        "num_rows": num_rows,
         "num_slots": shapes["ssm_state"][0] if "ssm_state" in shapes else None,
         "activation": INTS[io.op_type].get("activation"),
     }
@@ -114,7 +115,11 @@ def test_steps_and_prefills_launch_their_kernel_with_packed_params(io: PluginIO)
         require_params(io, launch, call)
 
 
-@pytest.mark.parametrize(("io", "longest"), [(CAUSAL_CONV1D, 8), (MAMBA2, 4)], ids=["conv", "mamba2"])
+@pytest.mark.parametrize(
+    ("io", "longest"),
+    [(CAUSAL_CONV1D, 8), (MAMBA2, 4), (GATED_DELTA_NET, 4)],
+    ids=["conv", "mamba2", "gated_delta_net"],
+)
 def test_the_longest_step_window_is_the_last_before_prefill(io: PluginIO, longest: int) -> None:
     recording = run(scenario(io, call_of(io, 2, longest), call_of(io, 2, longest + 1)))
     assert [launch.grid[0] for launch in recording.launches()] == [11, 7]

@@ -12,13 +12,13 @@ from tests.harness.plugin_harness import (
     Harness,
     HarnessPlugin,
     PluginRefusedError,
-    TensorDesc,
     shapes_of,
 )
 from tests.plugins.plugin_calls import INTS, right_tensors
 from tests.plugins.plugin_networks import placeholder_image, random_image, specialization_of
 from trtllm_replayssm.contract.plugin_io import (
     CAUSAL_CONV1D,
+    GATED_DELTA_NET,
     MAMBA2,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
@@ -28,6 +28,7 @@ from trtllm_replayssm.contract.plugin_io import (
 from trtllm_replayssm.plugins.specialize import constants_of
 
 every_plugin = pytest.mark.parametrize("io", PLUGINS, ids=lambda io: io.op_type)
+every_recurrence = pytest.mark.parametrize("io", [MAMBA2, GATED_DELTA_NET], ids=lambda io: io.op_type)
 
 
 def make(harness: Harness, io: PluginIO, **ints: int) -> HarnessPlugin:
@@ -53,7 +54,7 @@ def test_creators_are_those_of_the_contract_in_order(harness: Harness) -> None:
 def test_outputs_and_aliases_are_those_of_the_contract(harness: Harness, io: PluginIO) -> None:
     plugin = make(harness, io)
     inputs, outputs = shapes_of(io, right_tensors(io))
-    sources = [io.aliases.get(k, 0) for k in range(len(io.outputs))]
+    sources = [io.source(k) for k in range(len(io.outputs))]
     assert plugin.aliases() == io.aliases
     assert plugin.output_types([desc.dtype for desc in inputs]) == [desc.dtype for desc in outputs]
     assert plugin.output_sources([len(desc.shape) for desc in inputs]) == sources
@@ -126,15 +127,21 @@ def test_a_wrong_field_is_refused_with_the_reason(harness: Harness, io: PluginIO
         HarnessPlugin(harness, io, spoil(fields_of(io)))
 
 
+def test_an_unknown_activation_is_refused(harness: Harness) -> None:
+    with pytest.raises(PluginRefusedError, match=r"field activation: found 2; needed 0 \(none\) or 1 \(silu\)"):
+        make(harness, CAUSAL_CONV1D, activation=2)
+
+
+@every_recurrence
 @pytest.mark.parametrize(
-    ("io", "ints", "reason"),
+    ("ints", "reason"),
     [
-        (CAUSAL_CONV1D, {"activation": 2}, r"field activation: found 2; needed 0 \(none\) or 1 \(silu\)"),
-        (MAMBA2, {"history": 3}, r"field history: found 3 with max_draft_len = 3; needed at least 4"),
-        (MAMBA2, {"history": 0, "max_draft_len": 0}, "field history: found 0"),
-        (MAMBA2, {"max_draft_len": -1}, "field max_draft_len: found -1; needed 0 or more"),
+        ({"history": 3}, r"field history: found 3 with max_draft_len = 3; needed at least 4 \(1 \+ max_draft_len\)"),
+        ({"history": 0, "max_draft_len": 0}, "field history: found 0"),
+        ({"max_draft_len": -1}, "field max_draft_len: found -1; needed 0 or more"),
+        ({"max_draft_len": 2**31 - 1}, f"field history: found 8 .* needed at least {2**31} "),
     ],
-    ids=["activation", "history_below_window", "history_0", "max_draft_len"],
+    ids=["history_below_window", "history_0", "max_draft_len", "longest_window"],
 )
 def test_an_impossible_value_is_refused(harness: Harness, io: PluginIO, ints: dict[str, int], reason: str) -> None:
     with pytest.raises(PluginRefusedError, match=reason):
@@ -168,6 +175,19 @@ WRONG_SHAPES = [
     (MAMBA2, "x_ring", (3, 11, 4, 16), "B_ring: found .* with R = 11, as x_ring"),
     (MAMBA2, "dt_ring", (3, 13, 4), "dt_ring: found .* with R = 12, as x_ring"),
     (MAMBA2, "checkpoint_lengths", (1,), "checkpoint_lengths: found .* with B = 2, as x"),
+    (GATED_DELTA_NET, "q", (2, 4, 32), r"q: found \[2, 4, 32\]; needed \[B, S, Hk, K\]"),
+    (GATED_DELTA_NET, "k", (2, 4, 3, 16), "k: found .* with Hk = 2, as q"),
+    (GATED_DELTA_NET, "k", (2, 4, 2, 32), "k: found .* with K = 16, as q"),
+    (GATED_DELTA_NET, "v", (2, 3, 6, 32), "v: found .* with S = 4, as q"),
+    (GATED_DELTA_NET, "a", (2, 4, 2), r"a: found \[2, 4, 2\]; needed \[B, S, Hv\] with Hv = 6, as v"),
+    (GATED_DELTA_NET, "b", (2, 4, 6, 1), r"b: found \[2, 4, 6, 1\]; needed \[B, S, Hv\]"),
+    (GATED_DELTA_NET, "A_log", (2,), "A_log: found .* with Hv = 6, as v"),
+    (GATED_DELTA_NET, "ssm_state", (3, 6, 32, 16), "ssm_state: found .* with K = 16, as q"),
+    (GATED_DELTA_NET, "ssm_state", (3, 2, 16, 32), "ssm_state: found .* with Hv = 6, as v"),
+    (GATED_DELTA_NET, "k_ring", (4, 12, 2, 16), "k_ring: found .* with slots = 3, as ssm_state"),
+    (GATED_DELTA_NET, "u_ring", (3, 12, 2, 32), "u_ring: found .* with Hv = 6, as v"),
+    (GATED_DELTA_NET, "g_ring", (3, 13, 6), "g_ring: found .* with R = 12, as k_ring"),
+    (GATED_DELTA_NET, "slot_ids", (3,), "slot_ids: found .* with B = 2, as q"),
 ]
 
 
@@ -187,20 +207,34 @@ def test_a_wrong_shape_is_refused_at_build_and_at_run_time(
         plugin.enqueue(inputs, outputs, [0] * (len(inputs) + len(outputs)))
 
 
-def test_too_few_ring_rows_are_refused_with_the_numbers(harness: Harness) -> None:
-    tensors = right_tensors(MAMBA2)
-    rings = ("x_ring", "B_ring", "dt_ring")
+@every_recurrence
+def test_too_few_ring_rows_are_refused_with_the_numbers(harness: Harness, io: PluginIO) -> None:
+    tensors = right_tensors(io)
+    rings = [name for name in io.inputs if name.endswith("_ring")]
     short = {n: replace(tensors[n], shape=(3, 11, *tensors[n].shape[2:])) for n in rings}
-    with pytest.raises(PluginRefusedError, match=r"found 11 rows with history = 8 and max_draft_len = 3; .* 12 \("):
-        make(harness, MAMBA2).configure(*shapes_of(MAMBA2, tensors | short))
+    reason = rf"{rings[0]}: found 11 rows with history = 8 and max_draft_len = 3; .* 12 \("
+    with pytest.raises(PluginRefusedError, match=reason):
+        make(harness, io).configure(*shapes_of(io, tensors | short))
 
 
-def test_heads_that_groups_do_not_divide_are_refused(harness: Harness) -> None:
+@pytest.mark.parametrize("groups", [0, 3])
+def test_heads_that_groups_do_not_divide_are_refused(harness: Harness, groups: int) -> None:
     tensors = right_tensors(MAMBA2)
-    uneven = {n: replace(tensors[n], shape=(2, 4, 3, 32)) for n in ("B", "C")}
-    uneven["B_ring"] = replace(tensors["B_ring"], shape=(3, 12, 3, 32))
-    with pytest.raises(PluginRefusedError, match="B: found 3 groups with 4 heads; needed heads in equal groups"):
+    uneven = {n: replace(tensors[n], shape=(2, 4, groups, 32)) for n in ("B", "C")}
+    uneven["B_ring"] = replace(tensors["B_ring"], shape=(3, 12, groups, 32))
+    reason = f"B: found {groups} groups with 4 heads; needed heads in equal groups"
+    with pytest.raises(PluginRefusedError, match=reason):
         make(harness, MAMBA2).configure(*shapes_of(MAMBA2, tensors | uneven))
+
+
+@pytest.mark.parametrize("heads", [0, 4])
+def test_value_heads_that_key_heads_do_not_divide_are_refused(harness: Harness, heads: int) -> None:
+    tensors = right_tensors(GATED_DELTA_NET)
+    uneven = {n: replace(tensors[n], shape=(2, 4, heads, 16)) for n in ("q", "k")}
+    uneven["k_ring"] = replace(tensors["k_ring"], shape=(3, 12, heads, 16))
+    reason = f"v: found 6 heads with {heads} heads of q and k; needed heads in equal groups"
+    with pytest.raises(PluginRefusedError, match=reason):
+        make(harness, GATED_DELTA_NET).configure(*shapes_of(GATED_DELTA_NET, tensors | uneven))
 
 
 @every_plugin
@@ -226,6 +260,15 @@ WRONG_TYPES = [
     (MAMBA2, "ssm_state", "int8", "ssm_state: found type int8; needed float32, float16 or bfloat16"),
     (MAMBA2, "x_ring", "float16", "x_ring: found type float16; needed bfloat16, as x"),
     (MAMBA2, "dt_ring", "bfloat16", "dt_ring: found type bfloat16; needed float32"),
+    (GATED_DELTA_NET, "q", "int32", "q: found type int32; needed float32, float16 or bfloat16"),
+    (GATED_DELTA_NET, "v", "float16", "v: found type float16; needed bfloat16, as q"),
+    (GATED_DELTA_NET, "a", "float32", "a: found type float32; needed bfloat16, as q"),
+    (GATED_DELTA_NET, "b", "float32", "b: found type float32; needed bfloat16, as q"),
+    (GATED_DELTA_NET, "A_log", "bfloat16", "A_log: found type bfloat16; needed float32"),
+    (GATED_DELTA_NET, "ssm_state", "int8", "ssm_state: found type int8; needed float32, float16 or bfloat16"),
+    (GATED_DELTA_NET, "k_ring", "float32", "k_ring: found type float32; needed bfloat16, as q"),
+    (GATED_DELTA_NET, "u_ring", "bfloat16", "u_ring: found type bfloat16; needed float32"),
+    (GATED_DELTA_NET, "num_tokens", "int64", "num_tokens: found type int64; needed int32"),
 ]
 
 
@@ -253,16 +296,17 @@ def test_every_activation_type_is_supported_in_the_linear_format_alone(
     assert all(plugin.supports(k, inputs, outputs) for k in range(len(inputs) + len(outputs)))
     channels_last = [replace(desc, format=1) for desc in inputs]
     assert not any(plugin.supports(k, channels_last, outputs) for k in range(len(inputs)))
-    with pytest.raises(PluginRefusedError, match="x: found format 1; needed the linear format"):
+    with pytest.raises(PluginRefusedError, match=f"{io.inputs[0]}: found format 1; needed the linear format"):
         plugin.configure(channels_last, outputs)
 
 
+@every_recurrence
 @pytest.mark.parametrize("state", ["float32", "float16", "bfloat16"])
-def test_the_state_has_a_type_of_its_own(harness: Harness, state: str) -> None:
-    tensors = right_tensors(MAMBA2)
-    inputs, outputs = shapes_of(MAMBA2, tensors | {"ssm_state": TensorDesc((3, 4, 16, 32), state)})
-    image = placeholder_image(specialization_of(MAMBA2, state_dtype=state))
-    plugin = HarnessPlugin.of(harness, MAMBA2, INTS[MAMBA2.op_type], image)
+def test_the_state_has_a_type_of_its_own(harness: Harness, io: PluginIO, state: str) -> None:
+    tensors = right_tensors(io)
+    inputs, outputs = shapes_of(io, tensors | {"ssm_state": replace(tensors["ssm_state"], dtype=state)})
+    image = placeholder_image(specialization_of(io, state_dtype=state))
+    plugin = HarnessPlugin.of(harness, io, INTS[io.op_type], image)
     assert all(plugin.supports(k, inputs, outputs) for k in range(len(inputs) + len(outputs)))
     assert plugin.output_types([desc.dtype for desc in inputs])[1] == state
     plugin.configure(inputs, outputs)
@@ -276,6 +320,10 @@ OTHER_CONSTANTS = [
     *((MAMBA2, name, value) for name, value in (("n_heads", 8), ("head_dim", 24), ("d_state", 64), ("n_groups", 1))),
     *((MAMBA2, name, value) for name, value in (("history", 9), ("max_draft_len", 2))),
     *((MAMBA2, name, value) for name, value in (("state_dtype", "bfloat16"), ("dt_dtype", "float32"))),
+    *((GATED_DELTA_NET, name, value) for name, value in (("n_key_heads", 3), ("n_value_heads", 4))),
+    *((GATED_DELTA_NET, name, value) for name, value in (("key_dim", 32), ("value_dim", 64))),
+    *((GATED_DELTA_NET, name, value) for name, value in (("history", 9), ("max_draft_len", 2))),
+    *((GATED_DELTA_NET, name, value) for name, value in (("state_dtype", "bfloat16"), ("gate_dtype", "float32"))),
 ]
 
 

@@ -1,6 +1,6 @@
 """Inputs, outputs, aliases and fields of the TensorRT plugins, in order.
 
-The C++ creators (of ``PLUGINS``), the ONNX nodes and the tests are held to these tables.
+The C++ creators, the ONNX nodes and the tests are held to these tables.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ class PluginIO:
         inputs: names of the inputs, in order.
         outputs: names of the outputs, in order.
         aliases: output index -> index of the input that it shares an address with.
+        result_source: index of the input whose type and shape output 0 has, the only one that is no state.
         int_fields: names of the kINT32 fields (one value each). Every plugin also has ``kernels``, kINT8: a
             kernel image (``plugins.kernel_image``).
     """
@@ -27,6 +28,11 @@ class PluginIO:
     outputs: tuple[str, ...]
     aliases: dict[int, int]
     int_fields: tuple[str, ...]
+    result_source: int = 0
+
+    def source(self, output: int) -> int:
+        """Return the index of the input that an output has its type and shape from."""
+        return self.aliases.get(output, self.result_source)
 
 
 CAUSAL_CONV1D = PluginIO(
@@ -88,10 +94,11 @@ GATED_DELTA_NET = PluginIO(
     outputs=("o", "ssm_state", "k_ring", "u_ring", "g_ring"),
     aliases={1: 7, 2: 8, 3: 9, 4: 10},
     int_fields=("history", "max_draft_len"),
+    result_source=2,
 )
 """q, k [B,S,Hk,K]; v, o [B,S,Hv,V]; a, b [B,S,Hv]; A_log, dt_bias [Hv] fp32; ssm_state [slots,Hv,K,V]; k_ring
 [slots,R,Hk,K]; u_ring [slots,R,Hv,V] fp32; g_ring [slots,R,Hv] fp32; lengths and ids int32 [B]. q, k, v, a, b, o and
 the k ring have the activation type."""
 
-PLUGINS = (CAUSAL_CONV1D, MAMBA2)
-"""Those that the plugin library has a creator for."""
+PLUGINS = (CAUSAL_CONV1D, MAMBA2, GATED_DELTA_NET)
+"""All, in the order in which the plugin library gives out their creators."""

@@ -1,5 +1,5 @@
 // The only argument of the Gated DeltaNet kernels. Shapes and symbols: contract/plugin_io.py.
-// Packed from Python by plugins/params.py; the size and offsets are compared by a test.
+// Packed from Python by plugins/params.py and from C++ by plugins/cpp; the size and offsets are compared by a test.
 #pragma once
 #include <cstdint>
 
