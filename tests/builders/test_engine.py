@@ -4,13 +4,11 @@ import hashlib
 import importlib.util
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,7 +39,6 @@ from trtllm_replayssm.errors import (
     UnsupportedError,
 )
 
-NANO_9B = Path(__file__).parents[1] / "data" / "nemotron_nano_9b_v2_config.json"
 SMALL: dict[str, Any] = {"backend": "tensorrt_rtx", "max_batch_size": 2, "max_input_len": 16, "max_seq_len": 32}
 
 
@@ -317,45 +314,6 @@ def test_a_manifest_of_another_schema_or_none_is_refused(engine_folder: Path, tm
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(ManifestError, match="not JSON"):
         read_manifest(tmp_path)
-
-
-TRUE_SIZE_BUILD = """
-import resource, sys, time
-from trtllm_replayssm.builders.engine import build
-started = time.perf_counter()
-build(sys.argv[1], sys.argv[2], backend="tensorrt_rtx", max_batch_size=8, max_input_len=2048, max_seq_len=4096,
-      max_draft_len=3)
-peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-print(max(peaks) // 1024, time.perf_counter() - started)
-"""
-
-
-def test_the_true_size_nano_9b_builds_from_its_config_alone(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_bytes(NANO_9B.read_bytes())
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    finished = subprocess.run(
-        [sys.executable, "-c", TRUE_SIZE_BUILD, str(tmp_path / "model"), str(tmp_path / "engine")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    peak_mib, seconds = finished.stdout.split()
-    record_property("true_size", f"peak {peak_mib} MiB, {seconds} s, {cpu_seconds:.0f} s of CPU time")
-    assert int(peak_mib) < 1024
-    # CPU time, not elapsed time: the latter says more about what else the machine does.
-    assert cpu_seconds < 60
-    report = read_report(tmp_path / "engine")
-    assert report is not None
-    counts = [sum(layer.kind == kind for layer in report.network_layers) for kind in ("PLUGIN_V3", "KV_CACHE_UPDATE")]
-    assert counts == [54, 8]
-    assert not (tmp_path / "engine" / "rank0.safetensors").exists()
 
 
 def test_the_process_that_builds_leaves_torch_and_onnx_to_its_child() -> None:

@@ -13,7 +13,7 @@ from tests.builders.tiny_geometry import random_weights, tiny_geometry, tiny_qwe
 from trtllm_replayssm.builders.export import embed_weights, export, set_kernels
 from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, PLUGINS, PluginIO
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGINS, PluginIO
 from trtllm_replayssm.contract.tensors import network_inputs, network_outputs
 from trtllm_replayssm.errors import CheckpointError
 
@@ -63,7 +63,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(
 
 
 def test_nodes_of_ours_have_the_inputs_outputs_and_fields_of_the_plugins(graph: onnx.ModelProto) -> None:
-    for io in PLUGINS:
+    for io in (CAUSAL_CONV1D, MAMBA2):
         check_nodes(graph, io, layers=(0, 3))
 
 
@@ -115,9 +115,10 @@ def test_nothing_is_left_that_the_parser_refuses(graph: onnx.ModelProto, qwen_gr
         assert {"TensorScatter", "Attention", "RMSNormalization"} <= kinds
 
 
-def test_kernels_become_an_int8_tensor_attribute(graph: onnx.ModelProto) -> None:
+@pytest.mark.parametrize("name", ["graph", "qwen_graph"])
+def test_kernels_become_an_int8_tensor_attribute(name: str, request: pytest.FixtureRequest) -> None:
     model = onnx.ModelProto()
-    model.CopyFrom(graph)
+    model.CopyFrom(request.getfixturevalue(name))
     images = {io.op_type: bytes(range(256)) for io in PLUGINS}
     set_kernels(model, images)
     for node in model.graph.node:

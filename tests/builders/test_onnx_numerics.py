@@ -18,7 +18,7 @@ from tests.onnx_evaluator import Evaluator
 from trtllm_replayssm.builders.export import export, set_kernels
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import GATED_DELTA_NET, PLUGINS
+from trtllm_replayssm.contract.plugin_io import PLUGINS
 
 LIMITS = EngineLimits(max_batch_size=4, max_input_len=24, max_seq_len=96, max_num_tokens=12)
 
@@ -103,7 +103,7 @@ class Session:
 def make_session(geometry: ModelGeometry, replay: ReplayGeometry) -> Session:
     model = random_model(geometry, replay)
     graph = export(geometry, replay, LIMITS)
-    set_kernels(graph, {io.op_type: b"any kernels" for io in (*PLUGINS, GATED_DELTA_NET)})
+    set_kernels(graph, {io.op_type: b"any kernels" for io in PLUGINS})
     evaluator = Evaluator(graph, random_weights(geometry))
     states = {name: poisoned_states(geometry, replay, LIMITS) for name in ("module", "graph")}
     for key, value in states["graph"].items():

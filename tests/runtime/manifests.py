@@ -7,7 +7,13 @@ from tests.builders.tiny_geometry import tiny_geometry
 from trtllm_replayssm.builders.profiles import bindings, profiles
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.manifest import CheckpointRecord, Manifest, PluginRecord
-from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS
+from trtllm_replayssm.contract.plugin_io import (
+    CAUSAL_CONV1D,
+    GATED_DELTA_NET,
+    MAMBA2,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+)
 
 PLAN = b"the bytes of an engine"
 
@@ -16,6 +22,7 @@ def tiny_manifest(**changes: Any) -> Manifest:
     geometry = changes.pop("geometry", tiny_geometry())
     replay = changes.pop("replay", ReplayGeometry(history=8, max_draft_len=2))
     limits = changes.pop("limits", EngineLimits(max_batch_size=3, max_input_len=60, max_seq_len=64, max_num_tokens=11))
+    recurrence = GATED_DELTA_NET if geometry.gated_delta_net is not None else MAMBA2
     values: dict[str, Any] = {
         "package_version": "0.1.0",
         "backend": "tensorrt_rtx",
@@ -35,7 +42,7 @@ def tiny_manifest(**changes: Any) -> Manifest:
                 kernels_sha256="0" * 64,
                 kernels_bytes=1,
             )
-            for io in PLUGINS
+            for io in (CAUSAL_CONV1D, recurrence)
         ),
         "weights": "external",
         "checkpoint": CheckpointRecord(),

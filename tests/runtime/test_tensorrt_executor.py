@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.builders.tiny_geometry import random_weights, tiny_geometry
+from tests.builders.tiny_geometry import random_weights, tiny_geometry, tiny_qwen_geometry
 from tests.runtime.helpers import GREEDY, make_request
 from tests.runtime.manifests import PLAN, tiny_manifest
 from trtllm_replayssm import NGramDecodingConfig, backend
@@ -270,9 +270,10 @@ def generate(executor: Executor, prompts: list[list[int]], max_draft_len: int) -
     return [request.token_ids for request in requests]
 
 
-@pytest.fixture(scope="module")
-def geometry() -> ModelGeometry:
-    return tiny_geometry("M*-M")
+@pytest.fixture(scope="module", params=[tiny_geometry("M*-M"), tiny_qwen_geometry("G*-G")], ids=["mamba2", "qwen"])
+def geometry(request: pytest.FixtureRequest) -> ModelGeometry:
+    assert isinstance(request.param, ModelGeometry)
+    return request.param
 
 
 def test_generation_through_the_bindings_equals_the_torch_executor(geometry: ModelGeometry) -> None:
