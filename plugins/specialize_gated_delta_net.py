@@ -1,10 +1,16 @@
 """Which kernels of Gated DeltaNet exist; as ``plugins.specialize`` for the others."""
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Self, get_args
 
 from trtllm_replayssm.contract import protocol
-from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, StateDtype
+from trtllm_replayssm.contract.geometry import (
+    DTYPE_BYTES,
+    ActivationDtype,
+    GatedDeltaNetGeometry,
+    ReplayGeometry,
+    StateDtype,
+)
 from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins.specialize import (
     CPP_TYPES,
@@ -80,6 +86,21 @@ class GatedDeltaNetSpecialization:
                 "16 from 16 to 128, value_dim a multiple of 32 from 32 to 256, history at most 64, max_draft_len at "
                 'most 7. Other shapes run on the CPU (device="cpu").'
             )
+
+    @classmethod
+    def of_layer(cls, m: GatedDeltaNetGeometry, replay: ReplayGeometry, dtype: ActivationDtype) -> Self:
+        """Return the constants of a model's layer: its a and b come as the projection made them."""
+        return cls(
+            n_key_heads=m.n_key_heads,
+            n_value_heads=m.n_value_heads,
+            key_dim=m.key_dim,
+            value_dim=m.value_dim,
+            history=replay.history,
+            max_draft_len=replay.max_draft_len,
+            activation_dtype=dtype,
+            state_dtype=replay.state_dtype,
+            gate_dtype=dtype,
+        )
 
     @property
     def window(self) -> int:

@@ -1,12 +1,16 @@
 """Shapes, cases, and cursors that the protocol can have."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from trtllm_replayssm.bench import cases
-from trtllm_replayssm.bench.cases import BYTES_BETWEEN_USES, draw_cursors, make_cases, make_prefill_cases, parse_shape
+from trtllm_replayssm.bench.cases import BYTES_BETWEEN_USES, draw_cursors, make_cases, make_prefill_cases
+from trtllm_replayssm.bench.shapes import GATED_DELTA_NET, parse_shape
+from trtllm_replayssm.builders.checkpoint.hf_config import parse_hf_config, read_json
 from trtllm_replayssm.contract import flush_cycle, protocol
-from trtllm_replayssm.contract.geometry import ReplayGeometry
+from trtllm_replayssm.contract.geometry import GatedDeltaNetGeometry, Mamba2Geometry, ReplayGeometry
 from trtllm_replayssm.errors import ConfigError, ReplaySSMError
 
 
@@ -74,6 +78,31 @@ def test_cases_are_every_combination_once() -> None:
     assert parse_shape("128x80x128x8") == parse_shape("nano9b")
 
 
+def test_cases_of_the_other_family_have_its_shapes() -> None:
+    made = make_cases(["qwen122b", "16x48x128x128", "32x32x64x64"], [1], ["bfloat16"], [3], history=16, family="gdn")
+    assert [str(case) for case in made][0] == "qwen122b, bfloat16 state, T = 4, batch 1"
+    assert made[1].geometry == parse_shape("qwen27b", "gdn")
+    heads = [
+        (m.n_key_heads, m.n_value_heads, m.key_dim, m.value_dim)
+        for m in (case.geometry for case in made)
+        if isinstance(m, GatedDeltaNetGeometry)
+    ]
+    assert heads == [(16, 64, 128, 128), (16, 48, 128, 128), (32, 32, 64, 64)]
+    # Four numbers are a shape of either family.
+    assert isinstance(parse_shape("16x32x128x128"), Mamba2Geometry)
+    assert {case.shape for case in make_cases(batch_sizes=[1], history=16, family="gdn")} == set(GATED_DELTA_NET)
+
+
+def test_the_shape_of_a_model_is_that_of_its_configuration() -> None:
+    """The published config.json of Qwen3.5-9B and of Nemotron-Nano-9B-v2, as the builders read them."""
+    data = Path(__file__).parents[1] / "data"
+    qwen, nano = (
+        parse_hf_config(read_json(data / name), {}).geometry.recurrence
+        for name in ("qwen3_5_9b_config.json", "nemotron_nano_9b_v2_config.json")
+    )
+    assert (qwen, nano) == (parse_shape("qwen9b", "gdn"), parse_shape("nano9b"))
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -82,6 +111,13 @@ def test_cases_are_every_combination_once() -> None:
         ({"shapes": ["64x64x0x8"]}, "shape: found '64x64x0x8'"),
         ({"shapes": ["64x60x128x8"]}, "head_dim=60"),
         ({"shapes": ["64x64x128x7"]}, "n_groups=7"),
+        (
+            {"shapes": ["nano9b"], "family": "gdn"},
+            "shape: found 'nano9b'; needed qwen9b, qwen27b, qwen122b or",
+        ),
+        ({"shapes": ["16x40x128x128"], "family": "gdn"}, "n_value_heads=40"),
+        ({"shapes": ["16x32x24x128"], "family": "gdn"}, "key_dim=24"),
+        ({"max_draft_lens": [8], "history": 32, "family": "gdn"}, "max_draft_len=8"),
         ({"batch_sizes": [0]}, "batch_sizes: found 0; needed 1 to 65535"),
         ({"state_dtypes": ["int8"]}, "state_dtype: found 'int8'; needed one of float32, float16, bfloat16"),
         ({"max_draft_lens": [8], "history": 32}, "max_draft_len=8"),

@@ -9,18 +9,36 @@ from trtllm_replayssm.cli.main import main
 pytestmark = pytest.mark.gpu
 
 
-def test_a_short_run_gives_sensible_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--shape", "16x64x128x8", "--batch_sizes", "64", "--state_dtype", "float32", "--max_draft_len", "0", "3"]
+@pytest.mark.parametrize(
+    ("family", "shape", "op"), [("mamba2", "16x64x128x8", "mamba2"), ("gdn", "4x8x128x128", "gated_delta_net")]
+)
+def test_a_short_run_gives_sensible_numbers(
+    capsys: pytest.CaptureFixture[str], family: str, shape: str, op: str
+) -> None:
+    options = [
+        "--family",
+        family,
+        "--shape",
+        shape,
+        "--batch_sizes",
+        "64",
+        "--state_dtype",
+        "float32",
+        "--max_draft_len",
+        "0",
+        "3",
+    ]
     options += ["--prefill_tokens", "256", "--prefill_batch_sizes", "8", "--no-peers"]
     assert main(["bench", "kernels", *options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = {(m["implementation"], m["window"]): m for m in report["measurements"]}
-    assert {("replay mamba2", 1), ("replay mamba2", 4), ("causal_conv1d", 1), ("causal_conv1d", 4)} <= set(found)
+    replay, prefill = f"replay {op}", f"prefill {op}"
+    assert {(replay, 1), (replay, 4), ("causal_conv1d", 1), ("causal_conv1d", 4)} <= set(found)
     assert report["copy_gigabytes_per_s"] > 50
-    assert found["prefill mamba2", 256]["output_error"] <= 1e-2
+    assert found[prefill, 256]["output_error"] <= 1e-2
     for m in (m for m in found.values() if m["kind"] != "prefill"):
         # No kernel moves its bytes much faster than a copy does, and none of ours is slower by orders of magnitude.
         assert 0.8 < m["time_over_limit"] < 50
         assert m["spread"] < 1 and 0 < m["output_error"] <= 4e-3
-    assert found["replay mamba2", 1]["flush_fraction"] == 1 / 16
-    assert 0.1 < found["replay mamba2", 4]["flush_fraction"] < 0.3
+    assert found[replay, 1]["flush_fraction"] == 1 / 16
+    assert 0.1 < found[replay, 4]["flush_fraction"] < 0.3

@@ -18,7 +18,7 @@ from trtllm_replayssm.bench.peers.common import PeerStep, ReplayedPeerStep
 from trtllm_replayssm.bench.report import Measurement, PeerFailure
 from trtllm_replayssm.bench.timing import Timing
 from trtllm_replayssm.bench.tuning import Choices, setting_name, tune
-from trtllm_replayssm.bench.workloads import Mamba2Step, Workload
+from trtllm_replayssm.bench.workloads import ReplayStep, Workload
 from trtllm_replayssm.errors import ConfigError, NumericsError
 
 __all__ = ["libraries"]
@@ -58,7 +58,8 @@ def test_peers_are_called_as_they_document(state_dtype: str, max_draft_len: int,
             "flashinfer checkpointing_ssu",
         }
     else:
-        assert len(implementations) == len(registry.STEPS) - 1 and "vllm replayssm_spec" not in implementations
+        of_all = {peer.implementation for peer in registry.STEPS["mamba2"]}
+        assert implementations == of_all - {"vllm replayssm_spec"}
     for step in found:
         step.setting = step.settings[0]
         assert 0 < step.check() <= 4e-3, step.implementation
@@ -68,7 +69,7 @@ def test_peers_are_called_as_they_document(state_dtype: str, max_draft_len: int,
 @pytest.mark.usefixtures("libraries")
 def test_replaying_peers_flush_as_often_as_ours_and_count_the_bytes_of_a_replay() -> None:
     case = make_case(max_draft_len=3)
-    ours = Mamba2Step(case, CPU)
+    ours = ReplayStep(case, CPU)
     for step in steps(case):
         if isinstance(step, ReplayedPeerStep):
             assert (step.flush_fraction, step.mean_pending) == (ours.flush_fraction, ours.mean_pending)
@@ -200,7 +201,7 @@ def test_the_gate_of_a_prefill() -> None:
 
 
 def test_libraries_are_named_with_their_versions(libraries: SimpleNamespace) -> None:
-    assert registry.libraries() == {
+    assert registry.libraries("mamba2") == {
         "mamba_ssm": "1.0 of mamba_ssm",
         "vllm": "1.0 of vllm",
         "flashinfer": "1.0 of flashinfer-python",
@@ -208,6 +209,6 @@ def test_libraries_are_named_with_their_versions(libraries: SimpleNamespace) -> 
 
 
 def test_peers_that_are_not_installed_are_no_jobs() -> None:
-    assert set(registry.libraries().values()) == {registry.NOT_INSTALLED}
+    assert set(registry.libraries("mamba2").values()) == {registry.NOT_INSTALLED}
     assert registry.peers_of(make_case()) == []
     assert len(kernels.plan([make_case(), make_case(max_draft_len=3)])) == 4

@@ -13,6 +13,7 @@ from trtllm_replayssm.bench.cases import make_cases, make_prefill_cases
 from trtllm_replayssm.bench.machine import Machine
 from trtllm_replayssm.bench.plot import JSON_FILE, PLOT_FILE
 from trtllm_replayssm.bench.report import REPLAY, KernelReport, Measurement
+from trtllm_replayssm.bench.shapes import Family, family_of
 from trtllm_replayssm.bench.timing import Timing
 from trtllm_replayssm.cli.bench_tables import report_tables
 from trtllm_replayssm.cli.main import main
@@ -33,14 +34,20 @@ MACHINE = Machine(
 )
 
 
+SHAPE: dict[Family, str] = {"mamba2": "4x16x32x2", "gdn": "2x4x32x32"}
+OP: dict[Family, str] = {"mamba2": "mamba2", "gdn": "gated_delta_net"}
+every_family = pytest.mark.parametrize("family", SHAPE)
+
+
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> KernelReport:
+def made(monkeypatch: pytest.MonkeyPatch, family: Family) -> KernelReport:
     """A report of invented times over real workloads."""
     monkeypatch.setattr("trtllm_replayssm.bench.cases.BYTES_BETWEEN_USES", 2**17)
-    cases = make_cases(["4x16x32x2"], [2, 8], ["float32", "bfloat16"], [0, 3], history=16)
-    prefills = make_prefill_cases(["4x16x32x2"], [2], ["float32"], 80, history=16)
+    shapes = [SHAPE[family]]
+    cases = make_cases(shapes, [2, 8], ["float32", "bfloat16"], [0, 3], history=16, family=family)
+    prefills = make_prefill_cases(shapes, [2], ["float32"], 80, history=16, family=family)
     return KernelReport(
-        command="trtllm-replayssm bench kernels --shape 4x16x32x2",
+        command=f"trtllm-replayssm bench kernels --shape {SHAPE[family]}",
         machine=MACHINE,
         copy_gigabytes_per_s=COPY_BANDWIDTH / 1e9,
         peers={"mamba_ssm": "not installed"},
@@ -55,15 +62,17 @@ def invented(job: kernels.Job) -> Measurement:
     return kernels.summarize(job.case, workload, timing, 1e-3, COPY_BANDWIDTH)
 
 
-def test_the_document_says_what_ran_and_reads_back(made: KernelReport) -> None:
-    implementations = ["replay mamba2"] * 8 + ["prefill mamba2"] + ["causal_conv1d"] * 4
+@every_family
+def test_the_document_says_what_ran_and_reads_back(made: KernelReport, family: Family) -> None:
+    implementations = [f"replay {OP[family]}"] * 8 + [f"prefill {OP[family]}"] + ["causal_conv1d"] * 4
     assert [m.implementation for m in made.measurements] == implementations
     document = json.loads(made.model_dump_json())
     assert KernelReport.model_validate(document) == made
-    assert document["format"] == "trtllm-replayssm bench kernels 2"
+    assert document["format"] == "trtllm-replayssm bench kernels 3"
+    assert {family_of(m.geometry) for m in KernelReport.model_validate(document).measurements} == {family}
     first = document["measurements"][0]
     assert {name: first[name] for name in ("shape", "state_dtype", "window", "batch_size", "history")} == {
-        "shape": "4x16x32x2",
+        "shape": SHAPE[family],
         "state_dtype": "float32",
         "window": 1,
         "batch_size": 2,
@@ -80,14 +89,16 @@ def test_the_document_says_what_ran_and_reads_back(made: KernelReport) -> None:
     assert (prefill["kind"], prefill["window"], prefill["history"]) == ("prefill", 80, None)
 
 
-def test_tables_hold_every_measurement(made: KernelReport) -> None:
+@every_family
+def test_tables_hold_every_measurement(made: KernelReport, family: Family) -> None:
     text = rendered(report_tables(made))
-    rows = [line.split() for line in text.splitlines() if "4x16x32x2" in line and "--shape" not in line]
+    rows = [line.split() for line in text.splitlines() if SHAPE[family] in line and "--shape" not in line]
     assert len(rows) == len(made.measurements)
     assert "none importable (mamba_ssm not installed)" in text
-    assert rows[0][:4] == ["4x16x32x2", "float32", "1", "2"] and rows[0][-3:] == ["1.25", "0.062", "8.5"]
+    assert rows[0][:4] == [SHAPE[family], "float32", "1", "2"] and rows[0][-3:] == ["1.25", "0.062", "8.5"]
 
 
+@every_family
 def test_the_plot_and_the_document_are_written(made: KernelReport, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot.write(made, tmp_path)
@@ -107,25 +118,29 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
-SMALL = ["bench", "kernels", "--shape", "4x16x32x2", "--batch_sizes", "1", "4", "--state_dtype", "float32"]
-SMALL += ["--prefill_tokens", "0"]
+def small(family: Family = "mamba2") -> list[str]:
+    command = ["bench", "kernels", "--shape", SHAPE[family], "--batch_sizes", "1", "4", "--state_dtype", "float32"]
+    # mamba2 goes without saying
+    return [*command, "--prefill_tokens", "0", *(["--family", family] if family != "mamba2" else [])]
 
 
+@every_family
 def test_the_command_prints_and_writes_what_it_measured(
-    stand_in: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stand_in: None, family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    assert main([*SMALL, "--output_dir", str(tmp_path / "found"), "--json"]) == 0
+    assert main([*small(family), "--output_dir", str(tmp_path / "found"), "--json"]) == 0
     printed = KernelReport.model_validate_json(capsys.readouterr().out)
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == [JSON_FILE, PLOT_FILE]
     assert KernelReport.model_validate_json((tmp_path / "found" / JSON_FILE).read_text()) == printed
     assert len(printed.measurements) == 2 * 2 + 2 * 2
     assert printed.command == (
-        "trtllm-replayssm bench kernels --family mamba2 --shape 4x16x32x2 --batch_sizes 1 4 --state_dtype float32 "
-        "--max_draft_len 0 3 --history 16 --prefill_tokens 0 --prefill_batch_sizes 1 8 --device cuda"
+        f"trtllm-replayssm bench kernels --family {family} --shape {SHAPE[family]} --batch_sizes 1 4 --state_dtype "
+        "float32 --max_draft_len 0 3 --history 16 --prefill_tokens 0 --prefill_batch_sizes 1 8 --device cuda"
     )
-    assert main(SMALL) == 0
-    assert "time/limit" in capsys.readouterr().out
+    assert main(small(family)) == 0
+    text = capsys.readouterr().out
+    assert "time/limit" in text and f"replay {OP[family]}" in text
 
 
 @pytest.mark.usefixtures("stand_in", "libraries")
@@ -140,7 +155,8 @@ def test_the_command_measures_peers_beside_ours(tmp_path: Path, capsys: pytest.C
     assert {m.implementation for m in found.measurements if m.kind == "conventional"} == {
         f"{library} selective_state_update" for library in ("mamba_ssm", "vllm", "flashinfer")
     }
-    assert not found.failures and (found.measurements[0].implementation, len(found.comparisons)) == (REPLAY, 3)
+    assert not found.failures and len(found.comparisons) == 3
+    assert found.measurements[0].implementation == REPLAY["mamba2"]
     *steps, prefill = found.comparisons
     assert all(set(step.time_over_best) == {"conventional", "replay"} and len(step.peers) == 6 for step in steps)
     assert prefill.peers.keys() == {"mamba_ssm mamba_chunk_scan_combined"} and set(prefill.best) == {"prefill"}
@@ -161,7 +177,7 @@ def test_a_wrong_output_ends_the_run_untimed(
 ) -> None:
     monkeypatch.setattr("trtllm_replayssm.bench.workloads.relative_error", lambda found, expected: 0.5)
     monkeypatch.setattr(kernels, "time_graph", None)
-    assert main(SMALL) == 2
+    assert main(small()) == 2
     assert capsys.readouterr().err.startswith("error: 4x16x32x2, float32 state, T = 1, batch 1: checkpoint: found an ")
 
 
@@ -171,6 +187,11 @@ def test_a_wrong_output_ends_the_run_untimed(
         (["--device", "cpu"], "bench kernels: found device cpu; needed a CUDA device"),
         (["--device", "gpu:0"], "device: found 'gpu:0'; needed cuda or cuda:<n>."),
         (["--shape", "nano9b", "nano10b"], "shape: found 'nano10b'; needed nano9b"),
+        (
+            ["--family", "gdn", "--shape", "nano9b"],
+            "shape: found 'nano9b'; needed qwen9b, qwen27b, qwen122b or",
+        ),
+        (["--shape", "qwen9b"], "shape: found 'qwen9b'; needed nano9b"),
         (["--batch-sizes", "8", "0"], "batch_sizes: found 0"),
         (["--state_dtype", "float32", "int8"], "state_dtype: found 'int8'"),
         (["--max_draft_len", "0", "3", "--history", "3"], "history: found 3 with max_draft_len=3"),

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm import ops
-from trtllm_replayssm.bench import kernels, workloads
-from trtllm_replayssm.bench.cases import KernelCase, make_cases
-from trtllm_replayssm.bench.workloads import CausalConv1dStep, Mamba2Step, relative_error, require
+from trtllm_replayssm.bench import kernels
+from trtllm_replayssm.bench.cases import KernelCase, make_cases, make_prefill_cases
+from trtllm_replayssm.bench.gate import OUTPUT_BOUND, relative_error, require
+from trtllm_replayssm.bench.prefill import ReplayPrefill
+from trtllm_replayssm.bench.recurrences import recurrence_of
+from trtllm_replayssm.bench.shapes import Family
+from trtllm_replayssm.bench.workloads import CausalConv1dStep, ReplayStep
 from trtllm_replayssm.errors import NumericsError
 from trtllm_replayssm.plugins import layouts
 
@@ -21,61 +25,76 @@ def few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtllm_replayssm.bench.cases.BYTES_BETWEEN_USES", 2**19)
 
 
-def make_case(state_dtype: str = "float32", max_draft_len: int = 0, batch_size: int = 6) -> KernelCase:
-    (case,) = make_cases(["4x16x32x2"], [batch_size], [state_dtype], [max_draft_len], history=8)
+SMALL: dict[Family, str] = {"mamba2": "4x16x32x2", "gdn": "2x4x32x32"}
+INPUTS: dict[Family, tuple[str, ...]] = {"mamba2": ("x", "dt", "B", "C"), "gdn": ("q", "k", "v", "a", "b")}
+every_family = pytest.mark.parametrize("family", SMALL)
+
+
+def make_case(
+    family: Family = "mamba2", state_dtype: str = "float32", max_draft_len: int = 0, batch_size: int = 6
+) -> KernelCase:
+    (case,) = make_cases([SMALL[family]], [batch_size], [state_dtype], [max_draft_len], history=8, family=family)
     return case
 
 
+@every_family
 @pytest.mark.parametrize("state_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("max_draft_len", "batch_size"), [(0, 1), (0, 6), (3, 1), (3, 6)])
-def test_the_gate_passes_what_is_right(state_dtype: str, max_draft_len: int, batch_size: int) -> None:
-    step = Mamba2Step(make_case(state_dtype, max_draft_len, batch_size), CPU)
-    assert 0 < step.check() <= workloads.OUTPUT_BOUND
+def test_the_gate_passes_what_is_right(family: Family, state_dtype: str, max_draft_len: int, batch_size: int) -> None:
+    step = ReplayStep(make_case(family, state_dtype, max_draft_len, batch_size), CPU)
+    assert 0 < step.check() <= OUTPUT_BOUND
 
 
+@every_family
 @pytest.mark.parametrize("fault", ["output", "checkpoint", "nan"])
-def test_the_gate_refuses_what_is_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_the_gate_refuses_what_is_wrong(monkeypatch: pytest.MonkeyPatch, family: Family, fault: str) -> None:
     def wrong(history: int, max_draft_len: int, **tensors: Tensor) -> Tensor:
         y = right(**tensors, history=history, max_draft_len=max_draft_len)
-        if tensors["x"].dtype == torch.bfloat16:  # the device's turn, not that of the reference
+        if y.dtype == torch.bfloat16:  # the device's turn, not that of the reference
             if fault == "checkpoint":
                 tensors["ssm_state"][:, 1] *= 1.01
             else:
                 y[-1, 0, 2, 3] = torch.nan if fault == "nan" else y[-1, 0].abs().max() * 1.02
         return y
 
-    step = Mamba2Step(make_case(), CPU)
-    right: Callable[..., Tensor] = ops.mamba2
-    monkeypatch.setattr(ops, "mamba2", wrong)
+    case = make_case(family)
+    step, recurrence = ReplayStep(case, CPU), recurrence_of(case.geometry)
+    right: Callable[..., Tensor] = recurrence.op
+    monkeypatch.setattr(ops, recurrence.name, wrong)
     with pytest.raises(NumericsError, match="checkpoint" if fault == "checkpoint" else "output"):
         step.check()
 
 
-def test_launches_rotate_over_disjoint_slots_and_all_memory_that_kernels_can_read() -> None:
-    step = Mamba2Step(make_case(max_draft_len=3), CPU)
+@every_family
+def test_launches_rotate_over_disjoint_slots_and_all_memory_that_kernels_can_read(family: Family) -> None:
+    case = make_case(family, max_draft_len=3)
+    step, recurrence, inputs = ReplayStep(case, CPU), recurrence_of(case.geometry), INPUTS[family]
     assert step.num_sets > 2
     slots, addresses = set(), set()
     for index in range(step.num_sets):
         tensors = step._tensors(0, index)
-        layouts.check("ops.mamba2", tensors, strided=("x", "dt", "B", "C"), slots={"ssm_state": 16, "x_ring": 16})
+        assert set(tensors) == set(recurrence.io.inputs)
+        layouts.check(recurrence.name, tensors, strided=inputs, slots=dict.fromkeys(recurrence.pool_names[:-1], 16))
         slots |= set(tensors["slot_ids"].tolist())
-        addresses |= {tensors[name].data_ptr() for name in ("x", "dt", "B", "C")}
+        addresses |= {tensors[name].data_ptr() for name in inputs}
     assert slots == set(range(6 * step.num_sets))
-    assert len(addresses) == 4 * step.num_sets
-    assert not step._tensors(0, 0)["x"].is_contiguous()
+    assert len(addresses) == len(inputs) * step.num_sets
+    assert not any(step._tensors(0, 0)[name].is_contiguous() for name in inputs)
 
 
-def test_every_step_of_every_set_is_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Mamba2Step(make_case(), CPU)
+@every_family
+def test_every_step_of_every_set_is_launched_once(monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
+    case = make_case(family)
+    step = ReplayStep(case, CPU)
     lengths = []
 
     def launched(tensors: dict[str, Tensor], *, history: int, max_draft_len: int) -> Tensor:
         pending = tensors["past_lengths"] - tensors["checkpoint_lengths"]
         lengths.append((tensors["slot_ids"][0].item(), pending.tolist()))
         assert (history, max_draft_len) == (8, 0)
-        return tensors["x"]
+        return tensors["slot_ids"]
 
-    monkeypatch.setattr("trtllm_replayssm.plugins.launch.mamba2", launched)
+    monkeypatch.setattr(f"trtllm_replayssm.plugins.launch.{recurrence_of(case.geometry).name}", launched)
     kernels._launch_all(step, step.num_steps)
     assert len(lengths) == step.num_sets * step.num_steps
     assert [slot for slot, _ in lengths[: step.num_sets]] == [6 * index for index in range(step.num_sets)]
@@ -83,13 +102,54 @@ def test_every_step_of_every_set_is_launched_once(monkeypatch: pytest.MonkeyPatc
     assert of_first_row == list(range(1, 9)), "a whole flush cycle"
 
 
+@every_family
 @pytest.mark.parametrize("max_draft_len", [0, 3])
-def test_the_gate_of_the_convolution(max_draft_len: int) -> None:
-    step = CausalConv1dStep(make_case(max_draft_len=max_draft_len), CPU)
-    assert 0 < step.check() <= workloads.OUTPUT_BOUND
+def test_the_gate_of_the_convolution(family: Family, max_draft_len: int) -> None:
+    step = CausalConv1dStep(make_case(family, max_draft_len=max_draft_len), CPU)
+    assert 0 < step.check() <= OUTPUT_BOUND
     tensors = step._tensors(step.num_steps - 1, step.num_sets - 1)
     layouts.check("ops.causal_conv1d", tensors, strided=("x",), slots={"conv_ring": 16})
     assert step.num_sets * step.num_steps >= 256
+
+
+@every_family
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_the_gate_of_our_prefill(family: Family, state_dtype: str) -> None:
+    (case,) = make_prefill_cases([SMALL[family]], [2], [state_dtype], 80, history=8, family=family)
+    prefill = ReplayPrefill(case, CPU)
+    assert 0 < prefill.check() <= OUTPUT_BOUND
+    assert prefill.launch(0, 0).shape == (2, 80, *recurrence_of(case.geometry).output)
+    right = prefill.final_states
+    prefill.final_states = lambda index: 1.1 * right(index)  # type: ignore[method-assign]
+    with pytest.raises(NumericsError, match="last state of prefill"):
+        prefill.check()
+
+
+@pytest.mark.parametrize(
+    ("family", "conv_width", "conv_offsets", "projection_width", "projection_offsets"),
+    [
+        # z 64 | x 64 | B 64 | C 64 | dt 4
+        ("mamba2", 192, {"x": 0, "B": 64, "C": 128}, 260, {"conv": 64, "dt": 256}),
+        # q 64 | k 64 | v 128 | z 128 | b 4 | a 4
+        ("gdn", 256, {"q": 0, "k": 64, "v": 128}, 392, {"conv": 0, "b": 384, "a": 388}),
+    ],
+)
+def test_inputs_lie_where_a_model_has_them(
+    family: Family,
+    conv_width: int,
+    conv_offsets: dict[str, int],
+    projection_width: int,
+    projection_offsets: dict[str, int],
+) -> None:
+    recurrence = recurrence_of(make_case(family).geometry)
+    convolved, projected = torch.empty(1, 1, conv_width), torch.empty(1, 1, projection_width)
+    inputs = recurrence.inputs(convolved, projected)
+    conv_input = recurrence.conv_input(projected)
+    assert {name: inputs[name].storage_offset() for name in conv_offsets} == conv_offsets
+    placed = {**inputs, "conv": conv_input}
+    assert {name: placed[name].storage_offset() for name in projection_offsets} == projection_offsets
+    assert conv_input.size(-1) == conv_width
+    assert sum(inputs[name].numel() for name in conv_offsets) == conv_width
 
 
 def test_errors_are_relative_to_the_largest_magnitude_along_the_first_axis() -> None:

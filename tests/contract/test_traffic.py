@@ -1,12 +1,12 @@
-"""The bytes that must move, counted by hand for one layer of Nemotron-Nano-9B-v2."""
+"""The bytes that must move, counted by hand for one layer of Nemotron-Nano-9B-v2 and of Qwen3.5-9B."""
 
 import pytest
 
-from trtllm_replayssm.bench.cases import SHAPES
-from trtllm_replayssm.contract.geometry import GatedDeltaNetGeometry, ReplayGeometry
+from trtllm_replayssm.bench.shapes import GATED_DELTA_NET, MAMBA2
+from trtllm_replayssm.contract.geometry import ReplayGeometry
 from trtllm_replayssm.contract.traffic import conv_bytes, conventional_bytes, prefill_bytes, replay_bytes
 
-NANO = SHAPES["nano9b"]
+NANO = MAMBA2["nano9b"]
 STATE = 128 * 80 * 128  # heads x head_dim x d_state
 X, B, DT = 128 * 80, 8 * 128, 128
 RING_ROW = 2 * (X + B) + 4 * DT
@@ -58,10 +58,40 @@ def test_a_prefill_writes_one_state_for_each_prompt() -> None:
     assert found.total == 3 * (2 * STATE + 100 * (INPUTS + OUTPUTS))
 
 
+QWEN = GATED_DELTA_NET["qwen9b"]
+QWEN_STATE = 32 * 128 * 128  # value heads x key_dim x value_dim
+QWEN_INPUTS, QWEN_OUTPUTS = 2 * (2 * 2048 + 4096 + 2 * 32), 2 * 4096
+
+
 def test_a_replayed_decode_of_a_gated_delta_net() -> None:
-    layer = GatedDeltaNetGeometry(n_key_heads=16, n_value_heads=32, key_dim=128, value_dim=128, d_conv=4)
-    found = replay_bytes(layer, ReplayGeometry(), "bfloat16", batch_size=2, flush_fraction=1 / 16, mean_pending=8.5)
-    state, ring_row = 4 * 32 * 128 * 128, 2 * 2048 + 4 * 4096 + 4 * 32
+    found = replay_bytes(QWEN, ReplayGeometry(), "bfloat16", batch_size=2, flush_fraction=1 / 16, mean_pending=8.5)
+    state, ring_row = 4 * QWEN_STATE, 2 * 2048 + 4 * 4096 + 4 * 32
     assert (found.state_read, found.state_written) == (2 * state, 2 * state / 16)
     assert (found.ring_read, found.ring_written) == (2 * 8.5 * ring_row, 2 * ring_row)
-    assert (found.inputs, found.outputs, found.weights) == (2 * 2 * (2 * 2048 + 4096 + 2 * 32), 2 * 2 * 4096, 0)
+    assert (found.inputs, found.outputs, found.weights) == (2 * QWEN_INPUTS, 2 * QWEN_OUTPUTS, 0)
+
+
+@pytest.mark.parametrize("max_draft_len", [0, 3])
+def test_a_conventional_step_of_a_gated_delta_net(max_draft_len: int) -> None:
+    window = 1 + max_draft_len
+    replay = ReplayGeometry(max_draft_len=max_draft_len, state_dtype="bfloat16")
+    found = conventional_bytes(QWEN, replay, "bfloat16", batch_size=2)
+    assert found.total == 2 * (2 * QWEN_STATE * (1 + window) + window * (QWEN_INPUTS + QWEN_OUTPUTS))
+
+
+def test_the_conventional_limits_of_a_gated_delta_net_are_those_of_the_published_measurements() -> None:
+    """At 4.27 TB/s, 128 rows, fp32: 126.7 us for a token, 317.1 us for four tokens with a state for each."""
+    for max_draft_len, microseconds in ((0, 126.7), (3, 317.1)):
+        replay = ReplayGeometry(max_draft_len=max_draft_len)
+        found = conventional_bytes(QWEN, replay, "bfloat16", batch_size=128)
+        assert found.total / 4.272e12 == pytest.approx(1e-6 * microseconds, rel=0.01)
+
+
+def test_a_prefill_of_a_gated_delta_net() -> None:
+    found = prefill_bytes(QWEN, "float32", "bfloat16", batch_size=3, tokens=100)
+    assert found.total == 3 * (4 * QWEN_STATE + 100 * (QWEN_INPUTS + QWEN_OUTPUTS))
+
+
+def test_a_step_of_the_convolution_of_a_gated_delta_net() -> None:
+    row = 2 * (2 * 2048 + 4096)
+    assert conv_bytes(QWEN, 1, "bfloat16", batch_size=2).total == 2 * (3 + 1 + 1 + 1) * row + 5 * row

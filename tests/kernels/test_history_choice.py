@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.builders.tiny_geometry import tiny_geometry, tiny_qwen_geometry
 from tests.ops.strategies import bounded
-from trtllm_replayssm.bench.cases import SHAPES
+from trtllm_replayssm.bench.shapes import MAMBA2
 from trtllm_replayssm.contract.geometry import (
     DTYPE_BYTES,
     GatedDeltaNetGeometry,
@@ -32,7 +32,7 @@ from trtllm_replayssm.plugins.specialize import Role
 
 STEP_ROLES: tuple[Role, ...] = ("step", "pipelined_step")
 HOPPER, AMPERE, ADA = 90, 80, 89
-NANO_9B = tiny_geometry(dtype="bfloat16", mamba2=SHAPES["nano9b"])
+NANO_9B = tiny_geometry(dtype="bfloat16", mamba2=MAMBA2["nano9b"])
 
 
 def auto(
@@ -80,17 +80,17 @@ def test_the_bytes_of_plain_decoding_are_those_of_the_cycle_counted_by_hand() ->
     window = 2 * (128 * 80 + 2 * 8 * 128 + 128) + 2 * 128 * 80
     for history in CANDIDATES:
         expected = state * (1 + 1 / history) + ring_row * (1 + (history + 1) / 2) + window
-        found = bytes_per_step(SHAPES["nano9b"], ReplayGeometry(history=history), "bfloat16")
+        found = bytes_per_step(MAMBA2["nano9b"], ReplayGeometry(history=history), "bfloat16")
         assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("max_draft_len", range(8))
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MAMBA2)
 def test_on_the_cpu_the_fewest_bytes_win(shape: str, state_dtype: StateDtype, max_draft_len: int) -> None:
-    geometry = tiny_geometry(dtype="bfloat16", mamba2=SHAPES[shape])
+    geometry = tiny_geometry(dtype="bfloat16", mamba2=MAMBA2[shape])
     found = auto(geometry, max_draft_len=max_draft_len, state_dtype=state_dtype)
-    assert found == cheapest(SHAPES[shape], max_draft_len, state_dtype)
+    assert found == cheapest(MAMBA2[shape], max_draft_len, state_dtype)
 
 
 def test_an_average_layer_of_the_models_takes_16_for_decoding_and_more_for_long_windows() -> None:
@@ -179,7 +179,7 @@ def test_a_candidate_without_kernels_for_every_device_is_left_out(monkeypatch: p
 def test_a_model_without_any_kernel_is_refused_as_everywhere(
     changes: dict[str, int], capability: int, message: str
 ) -> None:
-    geometry = tiny_geometry(mamba2=SHAPES["nano9b"].model_copy(update=changes))
+    geometry = tiny_geometry(mamba2=MAMBA2["nano9b"].model_copy(update=changes))
     with pytest.raises(UnsupportedError, match=message):
         auto(geometry, capability)
     assert auto(geometry) in CANDIDATES, "the CPU needs no kernel"

@@ -8,7 +8,7 @@ import torch
 from tests.builders.tiny_geometry import tiny_geometry
 from tests.runtime.manifests import tiny_manifest
 from trtllm_replayssm import ReplayConfig
-from trtllm_replayssm.bench.cases import SHAPES
+from trtllm_replayssm.bench.shapes import MAMBA2
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.errors import CapacityError, ConfigError
@@ -50,7 +50,7 @@ def test_impossible_options_are_errors_with_the_numbers(chosen: dict[str, Any], 
 
 
 def test_auto_becomes_the_history_that_costs_least_for_the_model_and_its_device() -> None:
-    geometry = tiny_geometry(dtype="bfloat16", mamba2=SHAPES["nano9b"])
+    geometry = tiny_geometry(dtype="bfloat16", mamba2=MAMBA2["nano9b"])
     wish = options(replay=ReplayConfig(history="auto"), max_draft_len=3)
     found = [settings.of_model(geometry, wish, targets).replay for targets in ((), (80,), (90,))]
     assert found == [ReplayGeometry(history=history, max_draft_len=3) for history in (32, 32, 16)]
@@ -66,7 +66,7 @@ def test_auto_asks_the_device_whose_kernels_will_run(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     wish = options(replay=ReplayConfig(history="auto", enabled=enabled), max_draft_len=3)
     targets = opening._kernel_capabilities(wish, torch.device(name))
-    geometry = tiny_geometry(dtype="bfloat16", mamba2=SHAPES["nano9b"])
+    geometry = tiny_geometry(dtype="bfloat16", mamba2=MAMBA2["nano9b"])
     assert settings.of_model(geometry, wish, targets).replay.history == expected
 
 

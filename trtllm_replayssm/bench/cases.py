@@ -1,6 +1,5 @@
-"""What is measured: shapes of real models, one case per combination, and the cursors of its launches."""
+"""What is measured: one case per combination of shape, type, window and batch, and the cursors of its launches."""
 
-import re
 from collections.abc import Sequence
 from itertools import product
 from typing import Final, NamedTuple, cast, get_args
@@ -8,19 +7,12 @@ from typing import Final, NamedTuple, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from trtllm_replayssm.bench.shapes import SHAPES, Family, check_kernels, parse_shape
 from trtllm_replayssm.contract import defaults, flush_cycle, protocol
-from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, Mamba2Geometry, ReplayGeometry, StateDtype
+from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, RecurrenceGeometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.errors import ConfigError
-from trtllm_replayssm.plugins.specialize import MAX_ROWS, CausalConv1dSpecialization, Mamba2Specialization
+from trtllm_replayssm.plugins.specialize import MAX_ROWS
 
-_D_CONV: Final = 4
-_NEMOTRON: Final = {"d_state": 128, "n_groups": 8, "d_conv": _D_CONV}
-SHAPES: Final = {
-    "nano9b": Mamba2Geometry(n_heads=128, head_dim=80, **_NEMOTRON),
-    "nano30b": Mamba2Geometry(n_heads=64, head_dim=64, **_NEMOTRON),
-    "super120b": Mamba2Geometry(n_heads=128, head_dim=64, **_NEMOTRON),
-}
-"""The Mamba-2 layers of Nemotron-Nano-9B-v2, Nemotron-3-Nano-30B-A3B and Nemotron-3-Super-120B."""
 BATCH_SIZES: Final = (1, 8, 32, 128, 512)
 STATE_DTYPES: Final[tuple[StateDtype, ...]] = ("float32", "bfloat16")
 MAX_DRAFT_LENS: Final = (0, 3)
@@ -50,7 +42,7 @@ class KernelCase(Frozen):
     """
 
     shape: str
-    geometry: Mamba2Geometry
+    geometry: RecurrenceGeometry
     replay: ReplayGeometry
     batch_size: int
     prefill_tokens: int | None = None
@@ -82,47 +74,41 @@ class Cursors(NamedTuple):
         return float((self.past_lengths - self.checkpoint_lengths).mean())
 
 
-def parse_shape(text: str) -> Mamba2Geometry:
-    """Read the name of a shape, or HEADSxHEAD_DIMxD_STATExGROUPS such as 128x80x128x8.
-
-    Raises:
-        ConfigError: neither of them.
-    """
-    if text in SHAPES:
-        return SHAPES[text]
-    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){3}", text):
-        raise ConfigError(
-            f"shape: found {text!r}; needed {', '.join(SHAPES)} or HEADSxHEAD_DIMxD_STATExGROUPS, such as 128x80x128x8."
-        )
-    n_heads, head_dim, d_state, n_groups = map(int, text.split("x"))
-    return Mamba2Geometry(n_heads=n_heads, head_dim=head_dim, d_state=d_state, n_groups=n_groups, d_conv=_D_CONV)
-
-
 def make_cases(
-    shapes: Sequence[str] = tuple(SHAPES),
+    shapes: Sequence[str] | None = None,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     state_dtypes: Sequence[str] = STATE_DTYPES,
     max_draft_lens: Sequence[int] = MAX_DRAFT_LENS,
     *,
     history: int,
+    family: Family = "mamba2",
 ) -> tuple[KernelCase, ...]:
     """Combine shapes, state types, windows and batch sizes, in this order; each combination once.
+
+    Args:
+        shapes: names or numbers; None for all that the family has names for.
+        batch_sizes: rows of a step.
+        state_dtypes: of the states in memory.
+        max_draft_lens: draft tokens of a step.
+        history: most pending rows.
+        family: which recurrence.
 
     Raises:
         ConfigError: a shape or type that cannot be read, or a batch size or window out of range.
         UnsupportedError: a shape or window for which there is no kernel.
     """
-    combined = product(shapes, state_dtypes, max_draft_lens, batch_sizes)
-    return tuple(_make_case(*values, history=history) for values in dict.fromkeys(combined))
+    combined = product(SHAPES[family] if shapes is None else shapes, state_dtypes, max_draft_lens, batch_sizes)
+    return tuple(_make_case(*values, history=history, family=family) for values in dict.fromkeys(combined))
 
 
 def make_prefill_cases(
-    shapes: Sequence[str] = tuple(SHAPES),
+    shapes: Sequence[str] | None = None,
     batch_sizes: Sequence[int] = PREFILL_BATCH_SIZES,
     state_dtypes: Sequence[str] = STATE_DTYPES,
     tokens: int = defaults.PREFILL_TOKENS,
     *,
     history: int,
+    family: Family = "mamba2",
 ) -> tuple[KernelCase, ...]:
     """Combine shapes, state types and batch sizes of a prefill; none where there are no tokens.
 
@@ -136,26 +122,22 @@ def make_prefill_cases(
         raise ConfigError(
             f"prefill_tokens: found {tokens}; needed {_LEAST_PREFILL_TOKENS} or more, or 0 to leave the prefill out."
         )
-    steps = make_cases(shapes, batch_sizes, state_dtypes, (0,), history=history)
+    steps = make_cases(shapes, batch_sizes, state_dtypes, (0,), history=history, family=family)
     return tuple(case.model_copy(update={"prefill_tokens": tokens}) for case in steps)
 
 
-def _make_case(shape: str, state_dtype: str, max_draft_len: int, batch_size: int, *, history: int) -> KernelCase:
+def _make_case(
+    shape: str, state_dtype: str, max_draft_len: int, batch_size: int, *, history: int, family: Family
+) -> KernelCase:
     if state_dtype not in (types := get_args(StateDtype)):
         raise ConfigError(f"state_dtype: found {state_dtype!r}; needed one of {', '.join(types)}.")
     protocol.check_history(history, max_draft_len)
     replay = ReplayGeometry(history=history, max_draft_len=max_draft_len, state_dtype=cast(StateDtype, state_dtype))
-    case = KernelCase(shape=shape, geometry=parse_shape(shape), replay=replay, batch_size=batch_size)
-    _check(case)
-    return case
-
-
-def _check(case: KernelCase) -> None:
-    m, replay = case.geometry, case.replay
-    if not 1 <= case.batch_size <= MAX_ROWS:
-        raise ConfigError(f"batch_sizes: found {case.batch_size}; needed 1 to {MAX_ROWS}.")
-    Mamba2Specialization.of_layer(m, replay, ACTIVATION_DTYPE)
-    CausalConv1dSpecialization(m.conv_dim, m.d_conv, ACTIVATION_DTYPE)
+    geometry = parse_shape(shape, family)
+    if not 1 <= batch_size <= MAX_ROWS:
+        raise ConfigError(f"batch_sizes: found {batch_size}; needed 1 to {MAX_ROWS}.")
+    check_kernels(geometry, replay, ACTIVATION_DTYPE)
+    return KernelCase(shape=shape, geometry=geometry, replay=replay, batch_size=batch_size)
 
 
 def num_sets(bytes_per_set: int) -> int:

@@ -10,11 +10,11 @@ from torch import Tensor
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.peers.registry import Peer, peers_of
-from trtllm_replayssm.bench.prefill import Mamba2Prefill
+from trtllm_replayssm.bench.prefill import ReplayPrefill
 from trtllm_replayssm.bench.report import Measurement, PeerFailure
 from trtllm_replayssm.bench.timing import Timing, time_graph
 from trtllm_replayssm.bench.tuning import Choices, Tunable, setting_name, tune
-from trtllm_replayssm.bench.workloads import CausalConv1dStep, Mamba2Step, Workload
+from trtllm_replayssm.bench.workloads import CausalConv1dStep, ReplayStep, Workload
 from trtllm_replayssm.contract import traffic
 from trtllm_replayssm.errors import CapacityError
 
@@ -40,7 +40,7 @@ def plan(steps: Sequence[KernelCase], prefills: Sequence[KernelCase] = (), *, wi
     """List what is measured: every case, its peers that can be imported right after it, and each convolution once."""
     jobs: list[Job] = []
     for case in (*steps, *prefills):
-        jobs.append(Job(case, Mamba2Step if case.prefill_tokens is None else Mamba2Prefill))
+        jobs.append(Job(case, ReplayStep if case.prefill_tokens is None else ReplayPrefill))
         jobs += [Job(case, peer=peer) for peer in peers_of(case)] if with_peers else []
     convolutions = {(case.geometry, case.replay.max_draft_len, case.batch_size): case for case in steps}
     return jobs + [Job(case, CausalConv1dStep) for case in convolutions.values()]

@@ -1,20 +1,16 @@
 """The prefill of fresh prompts: our op with a long window, and the gate that every implementation of it passes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from trtllm_replayssm import ops
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
+from trtllm_replayssm.bench.gate import ROUNDED_BOUND, relative_error, require
+from trtllm_replayssm.bench.recurrences import Packed
 from trtllm_replayssm.bench.report import PREFILL, Kind
-from trtllm_replayssm.bench.workloads import Packed, pools, relative_error, require
 from trtllm_replayssm.contract import traffic
-
-OUTPUT_BOUND = 1e-2
-"""Of an output or a last state, relative to the token's or row's largest: products are rounded to bfloat16, too."""
 
 
 class Prefill(ABC):
@@ -30,7 +26,7 @@ class Prefill(ABC):
     num_steps = 1
     flush_fraction: float | None = None
     mean_pending: float | None = None
-    output_bound = OUTPUT_BOUND
+    output_bound = ROUNDED_BOUND
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         self.case = case
@@ -47,11 +43,11 @@ class Prefill(ABC):
 
     @abstractmethod
     def launch(self, step: int, index: int) -> Tensor:
-        """Launch the prefill of one set and return its output, [batch, tokens, H, P]."""
+        """Launch the prefill of one set and return its output, [batch, tokens, *output of a token]."""
 
     @abstractmethod
     def final_states(self, index: int) -> Tensor:
-        """Return the states that the last launch of a set left, [batch, H, P, N]."""
+        """Return the states that the last launch of a set left, [batch, *state] as our op has them."""
 
     def check(self) -> float:
         """Compare the last row of the first set with the CPU op, in the first head and the last.
@@ -61,18 +57,15 @@ class Prefill(ABC):
         Raises:
             NumericsError: an error over the bound.
         """
-        m, replay = self.case.geometry, self.case.replay
-        ends = [0, -1]
+        replay, packed = self.case.replay, self.packed
+        ends, two = [0, -1], packed.recurrence.first_and_last()
         found = self.launch(0, 0)[-1:, :, ends]
-        inputs = {name: tensor[-1:, :, ends].cpu().float() for name, tensor in self.packed.inputs(0).items()}
-        state = torch.zeros(1, 2, m.head_dim, m.d_state)
-        expected = ops.mamba2(
-            **inputs,
-            **{name: weight[ends].cpu() for name, weight in self.packed.weights._asdict().items()},
+        state = torch.zeros(1, *two.state)
+        expected = two.op(
+            **{name: tensor[-1:, :, ends].cpu().float() for name, tensor in packed.inputs(0).items()},
+            **{name: weight[ends].cpu() for name, weight in packed.weights.items()},
             ssm_state=state,
-            x_ring=torch.zeros(1, replay.ring_rows, 2, m.head_dim),
-            B_ring=torch.zeros(1, replay.ring_rows, 2, m.d_state),
-            dt_ring=torch.zeros(1, replay.ring_rows, 2),
+            **two.rings(1, replay.ring_rows),
             past_lengths=torch.zeros(1, dtype=torch.int32),
             checkpoint_lengths=torch.zeros(1, dtype=torch.int32),
             num_tokens=torch.tensor([self.case.tokens], dtype=torch.int32),
@@ -86,20 +79,19 @@ class Prefill(ABC):
         return require(what % "output", relative_error(found.flatten(0, 1), expected.flatten(0, 1)), self.output_bound)
 
 
-class Mamba2Prefill(Prefill):
-    """``ops.mamba2`` with a window as long as the prompt, over slots that were just acquired."""
-
-    implementation = PREFILL
+class ReplayPrefill(Prefill):
+    """The op of a recurrence with a window as long as the prompt, over slots that were just acquired."""
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
-        batch = case.batch_size
+        batch, recurrence = case.batch_size, self.packed.recurrence
+        self.implementation = PREFILL[recurrence.name]
         slots = self.num_sets * batch
         zeros = torch.zeros(batch, dtype=torch.int32, device=device)
         self._slot_ids = torch.arange(slots, dtype=torch.int32, device=device).view(self.num_sets, batch)
         self._tensors = {
-            **self.packed.weights._asdict(),
-            **pools(case, slots, device),
+            **self.packed.weights,
+            **recurrence.pools(case.replay, slots, device),
             "past_lengths": zeros,
             "checkpoint_lengths": zeros,
             "num_tokens": zeros + case.tokens,
@@ -109,8 +101,7 @@ class Mamba2Prefill(Prefill):
         """Launch the prefill of one set."""
         replay = self.case.replay
         tensors = {**self._tensors, **self.packed.inputs(index), "slot_ids": self._slot_ids[index]}
-        run: Callable[..., Tensor] = ops.mamba2
-        return run(**tensors, history=replay.history, max_draft_len=replay.max_draft_len)
+        return self.packed.recurrence.op(**tensors, history=replay.history, max_draft_len=replay.max_draft_len)
 
     def final_states(self, index: int) -> Tensor:
         """Return the checkpoints of a set."""

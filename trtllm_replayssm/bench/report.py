@@ -1,13 +1,14 @@
 """What a run found, as one JSON document."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from trtllm_replayssm.bench.machine import Machine
-from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, Mamba2Geometry, StateDtype
+from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, RecurrenceGeometry, StateDtype
 
-REPLAY = "replay mamba2"
-PREFILL = "prefill mamba2"
-OURS = (REPLAY, PREFILL)
+REPLAY: Final = {op: f"replay {op}" for op in ("mamba2", "gated_delta_net")}
+PREFILL: Final = {op: f"prefill {op}" for op in REPLAY}
+"""Name of an op -> that of our implementation of its steps, and of its prefills."""
+OURS: Final = (*REPLAY.values(), *PREFILL.values())
 """Our implementations that have peers."""
 
 
@@ -47,7 +48,7 @@ class Measurement(Frozen):
     kind: Kind
     launch_settings: str | None
     shape: str
-    geometry: Mamba2Geometry
+    geometry: RecurrenceGeometry
     activation_dtype: ActivationDtype
     state_dtype: StateDtype | None
     history: int | None
@@ -124,7 +125,7 @@ class KernelReport(Frozen):
         failures: peers that were left out.
     """
 
-    format: Literal["trtllm-replayssm bench kernels 2"] = "trtllm-replayssm bench kernels 2"
+    format: Literal["trtllm-replayssm bench kernels 3"] = "trtllm-replayssm bench kernels 3"
     command: str
     machine: Machine
     copy_gigabytes_per_s: float

@@ -30,13 +30,16 @@ def _group() -> None:
 
 @app.command()
 def kernels(
-    family: Annotated[Literal["mamba2"], typer.Option("--family", help="Which recurrence.")] = "mamba2",
+    family: Annotated[
+        Literal["mamba2", "gdn"], typer.Option("--family", help="Which recurrence: Mamba-2 or Gated DeltaNet.")
+    ] = "mamba2",
     shape: Annotated[
         list[str] | None,
         typer.Option(
             "--shape",
             metavar="<list>",
-            help="nano9b, nano30b, super120b, or HEADSxHEAD_DIMxD_STATExGROUPS. By default the first three.",
+            help="nano9b, nano30b, super120b, or HEADSxHEAD_DIMxD_STATExGROUPS; with --family gdn qwen9b, qwen27b, "
+            "qwen122b, or KEY_HEADSxVALUE_HEADSxKEY_DIMxVALUE_DIM. By default the first three.",
         ),
     ] = None,
     batch_sizes: Annotated[
@@ -85,19 +88,21 @@ def kernels(
 
     Every case is compared with the CPU first; a wrong one ends the run. Times are medians over replays of a CUDA graph
     whose launches rotate over more states than the cache holds. The limit is bytes over the bandwidth of a plain copy.
-    Peers (mamba_ssm, vllm, flashinfer) run in the fastest of several launch settings, and are compared with the CPU,
-    too: a wrong one, or one that raises, is left out and named.
+    Peers (mamba_ssm or fla, vllm, flashinfer) run in the fastest of several launch settings, and are compared with the
+    CPU, too: a wrong one, or one that raises, is left out and named.
     """
     from trtllm_replayssm.bench import cases, machine, plot
     from trtllm_replayssm.bench.kernels import plan
+    from trtllm_replayssm.bench.peers.registry import libraries
+    from trtllm_replayssm.bench.shapes import SHAPES
     from trtllm_replayssm.bench.tuning import Choices
     from trtllm_replayssm.builders.checkpoint.staging import check_output, staged_folder
 
-    shapes, batches = shape or list(cases.SHAPES), batch_sizes or list(cases.BATCH_SIZES)
+    shapes, batches = shape or list(SHAPES[family]), batch_sizes or list(cases.BATCH_SIZES)
     states, drafts = state_dtype or list(cases.STATE_DTYPES), max_draft_len or list(cases.MAX_DRAFT_LENS)
     prompts = prefill_batch_sizes or list(cases.PREFILL_BATCH_SIZES)
-    chosen = cases.make_cases(shapes, batches, states, drafts, history=history)
-    prefills = cases.make_prefill_cases(shapes, prompts, states, prefill_tokens, history=history)
+    chosen = cases.make_cases(shapes, batches, states, drafts, history=history, family=family)
+    prefills = cases.make_prefill_cases(shapes, prompts, states, prefill_tokens, history=history, family=family)
     if output_dir is not None:
         plot.require_matplotlib()
         check_output(output_dir)
@@ -110,7 +115,8 @@ def kernels(
     words = [str(word) for name, values in options.items() for word in (f"--{name}", *values)]
     command = shlex.join(["trtllm-replayssm", "bench", "kernels", *words, *([] if peers else ["--no-peers"])])
     choices = Choices(machine.describe(cuda_device).card, peer_settings)
-    found = _measured(plan(chosen, prefills, with_peers=peers), cuda_device, command, choices, peers)
+    versions = libraries(family) if peers else {}
+    found = _measured(plan(chosen, prefills, with_peers=peers), cuda_device, command, choices, versions)
     if output_dir is not None:
         with staged_folder(output_dir) as folder:
             plot.write(found, folder)
@@ -123,14 +129,13 @@ def kernels(
 
 
 def _measured(
-    jobs: Sequence[Job], device: torch.device, command: str, choices: Choices, with_peers: bool
+    jobs: Sequence[Job], device: torch.device, command: str, choices: Choices, peers: dict[str, str]
 ) -> KernelReport:
     from tqdm import tqdm
 
     from trtllm_replayssm.bench import machine
     from trtllm_replayssm.bench.comparison import compare
     from trtllm_replayssm.bench.kernels import measure
-    from trtllm_replayssm.bench.peers.registry import libraries
     from trtllm_replayssm.bench.report import KernelReport, Measurement, PeerFailure
     from trtllm_replayssm.bench.timing import copy_bandwidth
 
@@ -143,7 +148,7 @@ def _measured(
         command=command,
         machine=machine.describe(device),
         copy_gigabytes_per_s=bandwidth / 1e9,
-        peers=libraries() if with_peers else {},
+        peers=peers,
         measurements=measurements,
         comparisons=compare(measurements),
         failures=tuple(item for item in found if isinstance(item, PeerFailure)),

@@ -6,14 +6,14 @@ i); every other state has one row per slot and is addressed through ``slot_ids``
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trtllm_replayssm.contract.geometry import (
     EngineLimits,
-    GatedDeltaNetGeometry,
     LayerType,
     Mamba2Geometry,
     ModelGeometry,
+    RecurrenceGeometry,
     ReplayGeometry,
 )
 
@@ -99,7 +99,7 @@ def _recurrent_states(
     assert mixer is not None, "a geometry with recurrent layers describes them"
     conv_rows = replay.conv_ring_rows(mixer.d_conv)
     conv_ring = TensorSpec(f"conv_ring_{index}", geometry.dtype, (slots, conv_rows, mixer.conv_dim), "state")
-    one_state, rings = _mamba2(mixer) if isinstance(mixer, Mamba2Geometry) else _gated_delta_net(mixer)
+    one_state, rings = slot_states(mixer)
     if conventional:
         snapshots = (slots, replay.window + 1, *one_state)
         return [conv_ring, TensorSpec(f"ssm_snapshots_{index}", replay.state_dtype, snapshots, "state")]
@@ -113,25 +113,38 @@ def _recurrent_states(
     ]
 
 
-# One state, and the rings: name, type (None: the activations'), one row.
-_Recurrence = tuple[tuple[int, ...], list[tuple[str, str | None, tuple[int, ...]]]]
+class SlotStates(NamedTuple):
+    """What one slot has in one recurrent layer, the convolution's ring left out.
+
+    Attributes:
+        state: shape of the checkpoint.
+        rings: name, type (None: the activations') and shape of one row of every ring.
+    """
+
+    state: tuple[int, ...]
+    rings: tuple[tuple[str, str | None, tuple[int, ...]], ...]
 
 
-def _mamba2(m: Mamba2Geometry) -> _Recurrence:
-    return (m.n_heads, m.head_dim, m.d_state), [
-        ("x_ring", None, (m.n_heads, m.head_dim)),
-        ("b_ring", None, (m.n_groups, m.d_state)),
-        ("dt_ring", "float32", (m.n_heads,)),
-    ]
-
-
-def _gated_delta_net(g: GatedDeltaNetGeometry) -> _Recurrence:
-    return (g.n_value_heads, g.key_dim, g.value_dim), [
-        ("k_ring", None, (g.n_key_heads, g.key_dim)),
-        # Rounding these would grow with the text: what is wrong in the state stays in it.
-        ("u_ring", "float32", (g.n_value_heads, g.value_dim)),
-        ("g_ring", "float32", (g.n_value_heads,)),
-    ]
+def slot_states(m: RecurrenceGeometry) -> SlotStates:
+    """Return the states of a replayed recurrence of either kind, in the order of its op's arguments."""
+    if isinstance(m, Mamba2Geometry):
+        return SlotStates(
+            (m.n_heads, m.head_dim, m.d_state),
+            (
+                ("x_ring", None, (m.n_heads, m.head_dim)),
+                ("b_ring", None, (m.n_groups, m.d_state)),
+                ("dt_ring", "float32", (m.n_heads,)),
+            ),
+        )
+    return SlotStates(
+        (m.n_value_heads, m.key_dim, m.value_dim),
+        (
+            ("k_ring", None, (m.n_key_heads, m.key_dim)),
+            # Rounding these would grow with the text: what is wrong in the state stays in it.
+            ("u_ring", "float32", (m.n_value_heads, m.value_dim)),
+            ("g_ring", "float32", (m.n_value_heads,)),
+        ),
+    )
 
 
 def _attention_states(index: int, geometry: ModelGeometry, capacity: int) -> list[TensorSpec]:

@@ -10,27 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trtllm_replayssm import ops
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
+from trtllm_replayssm.bench.gate import ROUNDED_BOUND, relative_error, require, telling_launches, telling_rows
+from trtllm_replayssm.bench.recurrences import Packed, Recurrence, normal
 from trtllm_replayssm.bench.report import Kind
 from trtllm_replayssm.bench.tuning import SHIPPED, Setting
-from trtllm_replayssm.bench.workloads import (
-    Packed,
-    Weights,
-    normal,
-    relative_error,
-    require,
-    telling_launches,
-    telling_rows,
-)
 from trtllm_replayssm.contract import traffic
-from trtllm_replayssm.contract.geometry import Mamba2Geometry, ReplayGeometry
-from trtllm_replayssm.contract.memory import mamba2_checkpoint_bytes
+from trtllm_replayssm.contract.geometry import ReplayGeometry
+from trtllm_replayssm.contract.memory import layer_checkpoint_bytes, layer_ring_row_bytes
 from trtllm_replayssm.ops.dtypes import torch_dtype
-
-OUTPUT_BOUND = 1e-2
-"""Largest error of a peer's output, relative to its token's largest: a peer may round its products to bfloat16, too."""
 
 
 @cache
@@ -43,45 +32,43 @@ def load(module: str) -> Any | None:
 
 
 class History(NamedTuple):
-    """What some rows stand on before a launch, on the CPU: a state, and pending inputs after it, oldest first.
+    """What some rows stand on before a launch: a state, and pending tokens after it, oldest first.
 
     Attributes:
-        state: [rows, H, P, N]
-        pending: pending tokens of each row; the inputs of others are not read.
-        x: [rows, J, H, P]
-        B: [rows, J, G, N]
-        dt: [rows, J, H], after bias and softplus.
+        state: [rows, *state] as our op has it.
+        pending: pending tokens of each row; the ring rows beyond them are not read.
+        rings: name of our op's ring -> [rows, J, *ring row].
     """
 
     state: Tensor
     pending: Tensor
-    x: Tensor
-    B: Tensor
-    dt: Tensor
+    rings: dict[str, Tensor]
+
+    def on_cpu(self) -> "History":
+        """Return a copy that no launch changes."""
+        state, pending, rings = self
+        return History(state.cpu().clone(), pending.cpu().clone(), {name: r.cpu().clone() for name, r in rings.items()})
 
 
-def bare(state: Tensor, m: Mamba2Geometry) -> History:
+def bare(state: Tensor, recurrence: Recurrence) -> History:
     """Return the history of states with nothing after them."""
     rows = len(state)
-    return History(
-        state,
-        torch.zeros(rows, dtype=torch.int32),
-        torch.zeros(rows, 0, m.n_heads, m.head_dim),
-        torch.zeros(rows, 0, m.n_groups, m.d_state),
-        torch.zeros(rows, 0, m.n_heads),
-    )
+    return History(state, torch.zeros(rows, dtype=torch.int32), recurrence.rings(rows, 0))
 
 
-def expected_output(inputs: dict[str, Tensor], weights: Weights, history: History) -> Tensor:
-    """Return what a window should give, [rows, T, H, P] in fp32, by our CPU op, which rounds nothing here.
+def expected_output(
+    recurrence: Recurrence, inputs: dict[str, Tensor], weights: dict[str, Tensor], history: History
+) -> Tensor:
+    """Return what a window should give, [rows, T, *output] in fp32, by our CPU op, which rounds nothing here.
 
     Args:
-        inputs: x, dt, B and C of the rows.
-        weights: per-head constants.
-        history: before the window.
+        recurrence: whose op.
+        inputs: of the rows, by the op's names.
+        weights: per-head constants, by the op's names.
+        history: before the window, on the CPU.
     """
-    rows, window = inputs["x"].shape[:2]
-    most = history.x.size(1)
+    rows, window = next(iter(inputs.values())).shape[:2]
+    most = next(iter(history.rings.values())).size(1)
     replay = ReplayGeometry(history=most + window, max_draft_len=window - 1)
 
     def ring(pending: Tensor) -> Tensor:
@@ -89,14 +76,12 @@ def expected_output(inputs: dict[str, Tensor], weights: Weights, history: Histor
 
     # The oldest pending token stands in row 0, and no checkpoint at position 0.
     checkpoint = torch.full((rows,), replay.ring_rows, dtype=torch.int32)
-    return ops.mamba2(
+    return recurrence.op(
         **{name: tensor.cpu().float() for name, tensor in inputs.items()},
-        **{name: weight.cpu().float() for name, weight in weights._asdict().items()},
-        ssm_state=history.state.cpu().float().clone(),
-        x_ring=ring(history.x.cpu()).float(),
-        B_ring=ring(history.B.cpu()).float(),
-        dt_ring=ring(history.dt.cpu()).float(),
-        past_lengths=checkpoint + history.pending.cpu().int(),
+        **{name: weight.cpu().float() for name, weight in weights.items()},
+        ssm_state=history.state.float().contiguous(),
+        **{name: ring(pending).float() for name, pending in history.rings.items()},
+        past_lengths=checkpoint + history.pending.int(),
         checkpoint_lengths=checkpoint,
         num_tokens=torch.full((rows,), window, dtype=torch.int32),
         slot_ids=torch.arange(rows, dtype=torch.int32),
@@ -133,12 +118,17 @@ class PeerStep(ABC):
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         m, batch = case.geometry, case.batch_size
         self.case, self.device, self.setting = case, device, SHIPPED
-        self.num_sets = cases.num_sets(batch * mamba2_checkpoint_bytes(m, case.replay.state_dtype))
+        self.num_sets = cases.num_sets(batch * layer_checkpoint_bytes(m, case.replay.state_dtype))
         # As many launches as our step has.
         self.num_steps = cases.num_steps(case.replay)
         self.traffic = traffic.conventional_bytes(m, case.replay, cases.ACTIVATION_DTYPE, batch_size=batch)
         self.packed = Packed(case, self.num_sets, device)
         self.library: Any = load(self.module)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of a slot's state in the library: as in our op, unless it says otherwise."""
+        return self.packed.recurrence.state
 
     @classmethod
     @abstractmethod
@@ -147,7 +137,7 @@ class PeerStep(ABC):
 
     @abstractmethod
     def launch(self, step: int, index: int) -> Tensor:
-        """Launch one step of one set as ``setting`` says; return its output, [batch, T, H, P] or a view of it."""
+        """Launch one step of one set as ``setting`` says; return its output, [batch, T, *output] or a view of it."""
 
     @abstractmethod
     def before(self, step: int, index: int, rows: Tensor) -> History:
@@ -166,29 +156,18 @@ class PeerStep(ABC):
         return max(self._check(step, index, torch.from_numpy(rows)) for step, index, rows in self.telling())
 
     def _check(self, step: int, index: int, rows: Tensor) -> float:
-        m = self.case.geometry
-        on_device = rows.to(self.device)
+        recurrence, on_device = self.packed.recurrence, rows.to(self.device)
         inputs = {name: tensor[on_device] for name, tensor in self.packed.inputs(index).items()}
-        history = History(*(tensor.cpu().clone() for tensor in self.before(step, index, on_device)))
-        expected = expected_output(inputs, self.packed.weights, history)
-        found = self.launch(step, index).reshape(self.case.batch_size, -1, m.n_heads, m.head_dim)[on_device]
+        history = self.before(step, index, on_device).on_cpu()
+        expected = expected_output(recurrence, inputs, self.packed.weights, history)
+        found = self.launch(step, index).reshape(self.case.batch_size, -1, *recurrence.output)[on_device]
         error = relative_error(found.flatten(0, 1), expected.flatten(0, 1))
-        return require(f"{self.case}: output of {self.implementation}", error, OUTPUT_BOUND)
+        return require(f"{self.case}: output of {self.implementation}", error, ROUNDED_BOUND)
 
     def states(self, per_row: int = 1) -> Tensor:
-        """Return random states, [sets, batch * per_row, H, P, N]."""
-        m = self.case.geometry
-        shape = (self.num_sets, self.case.batch_size * per_row, m.n_heads, m.head_dim, m.d_state)
+        """Return random states, [sets, batch * per_row, *state_shape]."""
+        shape = (self.num_sets, self.case.batch_size * per_row, *self.state_shape)
         return normal(shape, torch_dtype(self.case.replay.state_dtype), self.device)
-
-    def by_channel(self, per_head: Tensor) -> Tensor:
-        """Expand a per-head constant over head_dim without a copy: by the stride 0 kernels know that it is one."""
-        return per_head[..., None].expand(*per_head.shape, self.case.geometry.head_dim)
-
-    def by_state(self, per_head: Tensor) -> Tensor:
-        """Expand a per-head constant over head_dim and d_state without a copy."""
-        m = self.case.geometry
-        return per_head[:, None, None].expand(-1, m.head_dim, m.d_state)
 
 
 class ReplayedPeerStep(PeerStep):
@@ -214,6 +193,14 @@ class ReplayedPeerStep(PeerStep):
             flush_fraction=self.flush_fraction,
             mean_pending=mean_pending,
         )
+        row, batch = self.ring_row_bytes(), self.case.batch_size
+        self.traffic = self.traffic._replace(
+            ring_read=batch * mean_pending * row, ring_written=batch * replay.window * row
+        )
+
+    def ring_row_bytes(self) -> int:
+        """Return the bytes that the library keeps of one token: as many as we do, unless it says otherwise."""
+        return layer_ring_row_bytes(self.case.geometry, cases.ACTIVATION_DTYPE)
 
     def telling(self) -> list[tuple[int, int, NDArray[np.int64]]]:
         """Choose rows with a flush and without."""

@@ -9,27 +9,29 @@ from torch import Tensor
 
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.peers.common import History, PeerStep, ReplayedPeerStep, bare
+from trtllm_replayssm.bench.peers.common import History, ReplayedPeerStep, bare
+from trtllm_replayssm.bench.peers.mamba2 import Mamba2PeerStep
+from trtllm_replayssm.bench.recurrences import ACTIVATION, normal
 from trtllm_replayssm.bench.report import Kind
 from trtllm_replayssm.bench.tuning import SHIPPED, Setting
-from trtllm_replayssm.bench.workloads import ACTIVATION, Weights, normal
+from trtllm_replayssm.contract.geometry import Mamba2Geometry
 
 _MODULE = "flashinfer.mamba"
 _LONGEST_HISTORY = 16
 _HEAD_DIM = 64
 
 
-class _WithRoundedWeights(PeerStep):
+class _WithRoundedWeights(Mamba2PeerStep):
     """D and dt_bias have the type of dt here; the CPU op gets the rounded numbers, too."""
 
     module = _MODULE
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
-        A, D, dt_bias = self.packed.weights
-        D, dt_bias = D.to(ACTIVATION), dt_bias.to(ACTIVATION)
-        self.packed.weights = Weights(A, D.float(), dt_bias.float())
-        self._weights = {"A": self.by_state(A), "D": self.by_channel(D), "dt_bias": self.by_channel(dt_bias)}
+        rounded = {name: self.packed.weights[name].to(ACTIVATION) for name in ("D", "dt_bias")}
+        self.packed.weights |= {name: weight.float() for name, weight in rounded.items()}
+        self._weights = self.expanded_weights()
+        self._weights |= {name: self.by_channel(weight) for name, weight in rounded.items()}
         self._rows = torch.arange(case.batch_size, dtype=torch.int32, device=device)
 
     def _inputs(self, index: int) -> dict[str, Tensor]:
@@ -85,7 +87,7 @@ class SelectiveStateUpdate(_WithRoundedWeights):
 
     def before(self, step: int, index: int, rows: Tensor) -> History:
         """Return the states."""
-        return bare(self._state[index][rows], self.case.geometry)
+        return bare(self._state[index][rows], self.packed.recurrence)
 
 
 class Checkpointing(_WithRoundedWeights, ReplayedPeerStep):
@@ -99,7 +101,7 @@ class Checkpointing(_WithRoundedWeights, ReplayedPeerStep):
 
     def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
         super().__init__(case, device)
-        m, replay, batch = case.geometry, case.replay, case.batch_size
+        m, replay, batch = self.geometry, case.replay, case.batch_size
         slots = self.num_sets * batch
         cursors = cases.draw_cursors(replay, slots, self.num_steps, seed=seed)
         self.follow(cursors.flushes(replay), cursors.mean_pending())
@@ -116,7 +118,8 @@ class Checkpointing(_WithRoundedWeights, ReplayedPeerStep):
     @classmethod
     def supports(cls, case: KernelCase) -> bool:
         """Say whether it is compiled for the head size and history."""
-        return case.geometry.head_dim == _HEAD_DIM and case.replay.history <= _LONGEST_HISTORY
+        m = case.geometry
+        return isinstance(m, Mamba2Geometry) and m.head_dim == _HEAD_DIM and case.replay.history <= _LONGEST_HISTORY
 
     def launch(self, step: int, index: int) -> Tensor:
         """Launch one step of one set."""
@@ -144,14 +147,14 @@ class Checkpointing(_WithRoundedWeights, ReplayedPeerStep):
         """Return checkpoints and the rings' rows, the oldest first."""
         origin = self._origin[step, index][rows].long()
         order = (origin[:, None] + torch.arange(self.case.replay.history, device=self.device)) % self._x.size(3)
-        by_token = (part[index][rows].transpose(1, 2) for part in (self._x, self._B, self._dt))
         each = torch.arange(len(rows), device=self.device)[:, None]
-        ring = (part[each, order] for part in by_token)
-        return History(self._state[index][rows], self._pending[step, index][rows], *ring)
+        kept = {"x_ring": self._x, "B_ring": self._B, "dt_ring": self._dt}
+        rings = {name: part[index][rows].transpose(1, 2)[each, order] for name, part in kept.items()}
+        return History(self._state[index][rows], self._pending[step, index][rows], rings)
 
     def _scratch(self) -> dict[str, Tensor]:
         """Return what the first of its two kernels leaves to the second: fragments of products, and decays."""
-        m, replay = self.case.geometry, self.case.replay
+        m, replay = self.geometry, self.case.replay
         new, old = -(-replay.window // 16) * 16, -(-replay.history // 8) * 8
         by_head = (self.case.batch_size, m.n_heads)
         return {

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.peers.common import OUTPUT_BOUND, History, PeerStep, bare, load
+from trtllm_replayssm.bench.peers.common import History, bare, load
+from trtllm_replayssm.bench.peers.mamba2 import Mamba2PeerStep
 from trtllm_replayssm.bench.prefill import Prefill
 from trtllm_replayssm.bench.report import Kind
 from trtllm_replayssm.bench.tuning import SHIPPED, Setting
@@ -20,7 +21,7 @@ TILES: tuple[Setting, ...] = tuple(
 """Rows of a state by a block, and its warps: the tiles that win for one shape or batch size or another on an H200."""
 
 
-class SelectiveStateUpdate(PeerStep):
+class SelectiveStateUpdate(Mamba2PeerStep):
     """``selective_state_update``: the state is rewritten for every token.
 
     Called as mamba_ssm's own Mamba-2 layer does. The function has no argument for its tile, so the kernel that it
@@ -35,8 +36,7 @@ class SelectiveStateUpdate(PeerStep):
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
         self._state = self.states()
-        A, D, dt_bias = self.packed.weights
-        self._weights = {"A": self.by_state(A), "D": self.by_channel(D), "dt_bias": self.by_channel(dt_bias)}
+        self._weights = self.expanded_weights()
 
     @classmethod
     def supports(cls, case: KernelCase) -> bool:
@@ -55,7 +55,7 @@ class SelectiveStateUpdate(PeerStep):
 
     def before(self, step: int, index: int, rows: Tensor) -> History:
         """Return the states."""
-        return bare(self._state[index][rows], self.case.geometry)
+        return bare(self._state[index][rows], self.packed.recurrence)
 
 
 _KERNEL = "_selective_scan_update_kernel"
@@ -95,7 +95,6 @@ class ChunkScan(Prefill):
     implementation = "mamba_ssm mamba_chunk_scan_combined"
     module = "mamba_ssm.ops.triton.ssd_combined"
     settings: tuple[Setting, ...] = ({"chunk_size": 256}, {"chunk_size": 128})
-    output_bound = OUTPUT_BOUND
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
@@ -112,17 +111,17 @@ class ChunkScan(Prefill):
     def launch(self, step: int, index: int) -> Tensor:
         """Launch the prefill of one set."""
         inputs = self.packed.inputs(index)
-        A, D, dt_bias = self.packed.weights
+        weights = self.packed.weights
         y: Tensor
         y, self._last_states = self._library.mamba_chunk_scan_combined(
             inputs["x"],
             inputs["dt"],
-            A,
+            weights["A"],
             inputs["B"],
             inputs["C"],
             self.setting["chunk_size"],
-            D=D,
-            dt_bias=dt_bias,
+            D=weights["D"],
+            dt_bias=weights["dt_bias"],
             dt_softplus=True,
             return_final_states=True,
         )

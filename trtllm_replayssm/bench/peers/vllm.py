@@ -11,22 +11,22 @@ from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.peers.common import (
     History,
-    PeerStep,
     ReplayedPeerStep,
     aligned_rows,
     bare,
     load,
 )
+from trtllm_replayssm.bench.peers.mamba2 import Mamba2PeerStep
 from trtllm_replayssm.bench.peers.mamba_ssm import TILES
+from trtllm_replayssm.bench.recurrences import ACTIVATION, normal
 from trtllm_replayssm.bench.report import Kind
 from trtllm_replayssm.bench.tuning import SHIPPED, Setting
-from trtllm_replayssm.bench.workloads import ACTIVATION, normal
 
 _OPS = "vllm.model_executor.layers.mamba.ops"
 _CONFIG = f"{_OPS}.replayssm_config"
 
 
-class SelectiveStateUpdate(PeerStep):
+class SelectiveStateUpdate(Mamba2PeerStep):
     """``selective_state_update``: one state written for every token, each in a slot of its own.
 
     As vLLM's Mamba-2 layer calls it: states are found by slot (slot 0 is nobody's), and a window begins with the state
@@ -40,7 +40,7 @@ class SelectiveStateUpdate(PeerStep):
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
-        batch, window, m = case.batch_size, case.replay.window, case.geometry
+        batch, window, m = case.batch_size, case.replay.window, self.geometry
         of_sets = self.states(per_row=window).flatten(0, 1)
         self._states = torch.cat([of_sets.new_zeros(1, *of_sets.shape[1:]), of_sets])
         del of_sets
@@ -49,8 +49,7 @@ class SelectiveStateUpdate(PeerStep):
         self._slots = [of_set.view(batch, window) for of_set in by_set]
         self._accepted = torch.randint(1, window + 1, (batch,), dtype=torch.int32, device=device)
         self._ends = torch.arange(0, batch * window + 1, window, dtype=torch.int32, device=device)
-        A, D, dt_bias = self.packed.weights
-        self._weights = {"A": self.by_state(A), "D": self.by_channel(D), "dt_bias": self.by_channel(dt_bias)}
+        self._weights = self.expanded_weights()
         self._shape = (batch * window, m.n_heads, m.head_dim)
 
     @classmethod
@@ -83,10 +82,10 @@ class SelectiveStateUpdate(PeerStep):
     def before(self, step: int, index: int, rows: Tensor) -> History:
         """Return the states after the last accepted token."""
         last = self._accepted[rows].long() - 1
-        return bare(self._states[self._slots[index][rows, last].long()], self.case.geometry)
+        return bare(self._states[self._slots[index][rows, last].long()], self.packed.recurrence)
 
 
-class _TokenReplay(ReplayedPeerStep):
+class _TokenReplay(Mamba2PeerStep, ReplayedPeerStep):
     """A replayed step of one token: the token is appended to a buffer that begins at row 0, or the buffer is folded.
 
     The step that finds ``history - 1`` pending tokens folds them and its own.
@@ -97,7 +96,7 @@ class _TokenReplay(ReplayedPeerStep):
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
-        m, batch, history = case.geometry, case.batch_size, case.replay.history
+        m, batch, history = self.geometry, case.batch_size, case.replay.history
         sets = self.num_sets
         rows = np.arange(sets * batch)[None] + np.arange(self.num_steps)[:, None]
         pending = (rows % history).astype(np.int32)
@@ -109,8 +108,7 @@ class _TokenReplay(ReplayedPeerStep):
         self._x = normal((sets, batch, m.n_heads, history, m.head_dim), ACTIVATION, device)
         self._B = normal((sets, batch, m.n_groups, history, m.d_state), ACTIVATION, device)
         self._dt = torch.empty(sets, batch, m.n_heads, history, device=device).uniform_(0.001, 0.1)
-        A, D, dt_bias = self.packed.weights
-        self._weights = {"A": self.by_state(A), "D": self.by_channel(D), "dt_bias": self.by_channel(dt_bias)}
+        self._weights = self.expanded_weights()
 
     @classmethod
     def supports(cls, case: KernelCase) -> bool:
@@ -148,9 +146,11 @@ class _TokenReplay(ReplayedPeerStep):
         return History(
             self._state[index][rows],
             self._pending[step, index][rows],
-            self._x[index][rows].transpose(1, 2),
-            self._B[index][rows].transpose(1, 2),
-            self._dt[index][rows].transpose(1, 2),
+            {
+                "x_ring": self._x[index][rows].transpose(1, 2),
+                "B_ring": self._B[index][rows].transpose(1, 2),
+                "dt_ring": self._dt[index][rows].transpose(1, 2),
+            },
         )
 
 
@@ -170,7 +170,7 @@ class OutputOnly(_TokenReplay):
 
     def scratch(self) -> dict[str, Tensor]:
         """Return the products of B and C."""
-        sizes = (self.case.batch_size, self.case.geometry.n_groups, self.case.replay.history)
+        sizes = (self.case.batch_size, self.geometry.n_groups, self.case.replay.history)
         return {"bc_pre": torch.empty(sizes, dtype=torch.float32, device=self.device)}
 
 
@@ -184,7 +184,7 @@ class StateAndOutput(_TokenReplay):
     settings = (SHIPPED, *_TOKEN_TILES)
 
 
-class Speculative(ReplayedPeerStep):
+class Speculative(Mamba2PeerStep, ReplayedPeerStep):
     """``selective_state_update_replayssm_spec``: a window of several tokens from a checkpoint and a ring.
 
     The ring's rows are a power of two; a row flushes in the same step as ours.
@@ -202,7 +202,7 @@ class Speculative(ReplayedPeerStep):
 
     def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
         super().__init__(case, device)
-        m, replay, batch = case.geometry, case.replay, case.batch_size
+        m, replay, batch = self.geometry, case.replay, case.batch_size
         slots = self.num_sets * batch
         cursors = cases.draw_cursors(replay, slots, self.num_steps, seed=seed)
         self.follow(cursors.flushes(replay), cursors.mean_pending())
@@ -222,8 +222,7 @@ class Speculative(ReplayedPeerStep):
         ids = 1 + torch.arange(slots, dtype=torch.int32, device=device)
         self._slot_ids = aligned_rows(ids.view(self.num_sets, batch))
         self._ends = torch.arange(0, batch * replay.window + 1, replay.window, dtype=torch.int32, device=device)
-        A, D, dt_bias = self.packed.weights
-        self._weights = {"A": self.by_state(A), "D": self.by_channel(D), "dt_bias": self.by_channel(dt_bias)}
+        self._weights = self.expanded_weights()
 
     @classmethod
     def supports(cls, case: KernelCase) -> bool:
@@ -232,7 +231,7 @@ class Speculative(ReplayedPeerStep):
 
     def launch(self, step: int, index: int) -> Tensor:
         """Launch one step of one set."""
-        m, window = self.case.geometry, self.case.replay.window
+        m, window = self.geometry, self.case.replay.window
         pending, origin, is_flush = (lengths[step] for lengths in self._lengths)
         rows, batch = self._conv.size(1), self.case.batch_size
         # The library's own builder makes this too small for several groups of heads.
@@ -264,7 +263,7 @@ class Speculative(ReplayedPeerStep):
 
     def before(self, step: int, index: int, rows: Tensor) -> History:
         """Return checkpoints and the rings' rows, the oldest first."""
-        m = self.case.geometry
+        m = self.geometry
         slots = self._slot_ids[index][rows].long()
         pending, origin, _ = (lengths[step][slots].long() for lengths in self._lengths)
         ring_rows = self._conv.size(1)
@@ -272,14 +271,16 @@ class Speculative(ReplayedPeerStep):
         conv = self._conv[slots[:, None], order]
         x, B = torch.split(conv, [m.d_inner, m.n_groups * m.d_state], dim=-1)
         raw = self._dt[slots].transpose(1, 2).gather(1, order[..., None].expand(-1, -1, m.n_heads))
-        dt = torch.nn.functional.softplus(raw.float() + self.packed.weights.dt_bias)
+        dt = torch.nn.functional.softplus(raw.float() + self.packed.weights["dt_bias"])
         shape = order.shape
         return History(
             self._state[slots],
             pending,
-            x.reshape(*shape, m.n_heads, m.head_dim),
-            B.reshape(*shape, m.n_groups, m.d_state),
-            dt,
+            {
+                "x_ring": x.reshape(*shape, m.n_heads, m.head_dim),
+                "B_ring": B.reshape(*shape, m.n_groups, m.d_state),
+                "dt_ring": dt,
+            },
         )
 
 
