@@ -2,7 +2,9 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +31,43 @@ def load(module: str) -> Any | None:
         return importlib.import_module(module)
     except (ImportError, OSError):
         return None
+
+
+class Launch(NamedTuple):
+    """How a Triton kernel is launched."""
+
+    grid: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@contextmanager
+def relaunched(library: Any, kernel: str, change: Callable[[Launch], Launch]) -> Iterator[None]:
+    """Launch a library's Triton kernel otherwise than its own function does, which has no argument for it.
+
+    Args:
+        library: the module whose function launches the kernel.
+        kernel: its name there.
+        change: of every launch.
+    """
+    original = getattr(library, kernel)
+    setattr(library, kernel, _Relaunched(original, change))
+    try:
+        yield
+    finally:
+        setattr(library, kernel, original)
+
+
+class _Relaunched:
+    def __init__(self, kernel: Any, change: Callable[[Launch], Launch]) -> None:
+        self._kernel, self._change = kernel, change
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *arguments: Any, **options: Any) -> None:
+        launch = self._change(Launch(grid, arguments, options))
+        self._kernel[launch.grid](*launch.arguments, **launch.options)
 
 
 class History(NamedTuple):

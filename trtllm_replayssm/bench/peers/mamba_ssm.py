@@ -1,15 +1,13 @@
 """``mamba_ssm``: the conventional decode of one token, and the chunked scan of a prompt."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.peers.common import History, bare, load
+from trtllm_replayssm.bench.peers.common import History, Launch, bare, load, relaunched
 from trtllm_replayssm.bench.peers.mamba2 import Mamba2PeerStep
 from trtllm_replayssm.bench.prefill import Prefill
 from trtllm_replayssm.bench.report import Kind
@@ -61,32 +59,16 @@ class SelectiveStateUpdate(Mamba2PeerStep):
 _KERNEL = "_selective_scan_update_kernel"
 
 
-@contextmanager
-def _tile(library: Any, setting: Setting) -> Iterator[None]:
+def _tile(library: Any, setting: Setting) -> AbstractContextManager[None]:
+    """Give the kernel, whose last argument is the rows of a block, the rows and warps of a setting."""
     if not setting:
-        yield
-        return
-    kernel = getattr(library, _KERNEL)
-    setattr(library, _KERNEL, _WithTile(kernel, setting))
-    try:
-        yield
-    finally:
-        setattr(library, _KERNEL, kernel)
+        return nullcontext()
 
+    def with_tile(launch: Launch) -> Launch:
+        arguments = (*launch.arguments[:-1], setting["BLOCK_SIZE_M"])
+        return launch._replace(arguments=arguments, options={"num_warps": setting["num_warps"]})
 
-class _WithTile:
-    """A Triton kernel whose last argument, the rows of a block, and whose warps are those of a setting."""
-
-    def __init__(self, kernel: Any, setting: Setting) -> None:
-        self._kernel, self._setting = kernel, setting
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return partial(self._launch, grid)
-
-    def _launch(self, grid: Any, *arguments: Any, num_warps: int) -> None:
-        del num_warps
-        rows, warps = self._setting["BLOCK_SIZE_M"], self._setting["num_warps"]
-        self._kernel[grid](*arguments[:-1], rows, num_warps=warps)
+    return relaunched(library, _KERNEL, with_tile)
 
 
 class ChunkScan(Prefill):

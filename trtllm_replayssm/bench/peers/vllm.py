@@ -1,37 +1,24 @@
 """vLLM: the conventional step with a snapshot per token, and the Triton kernels that replay."""
 
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from contextlib import ExitStack
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.peers.common import (
-    History,
-    ReplayedPeerStep,
-    aligned_rows,
-    bare,
-    load,
-)
+from trtllm_replayssm.bench.peers.common import History, bare, load
 from trtllm_replayssm.bench.peers.mamba2 import Mamba2PeerStep
 from trtllm_replayssm.bench.peers.mamba_ssm import TILES
+from trtllm_replayssm.bench.peers.vllm_slots import CONFIG, Snapshots, TokenReplay, WindowReplay, configured
 from trtllm_replayssm.bench.recurrences import ACTIVATION, normal
 from trtllm_replayssm.bench.report import Kind
 from trtllm_replayssm.bench.tuning import SHIPPED, Setting
 
 _OPS = "vllm.model_executor.layers.mamba.ops"
-_CONFIG = f"{_OPS}.replayssm_config"
 
 
-class SelectiveStateUpdate(Mamba2PeerStep):
-    """``selective_state_update``: one state written for every token, each in a slot of its own.
-
-    As vLLM's Mamba-2 layer calls it: states are found by slot (slot 0 is nobody's), and a window begins with the state
-    after the last token that was accepted.
-    """
+class SelectiveStateUpdate(Mamba2PeerStep, Snapshots):
+    """``selective_state_update`` as vLLM's Mamba-2 layer calls it: one state written for every token."""
 
     implementation = "vllm selective_state_update"
     kind: Kind = "conventional"
@@ -41,14 +28,7 @@ class SelectiveStateUpdate(Mamba2PeerStep):
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
         batch, window, m = case.batch_size, case.replay.window, self.geometry
-        of_sets = self.states(per_row=window).flatten(0, 1)
-        self._states = torch.cat([of_sets.new_zeros(1, *of_sets.shape[1:]), of_sets])
-        del of_sets
-        slots = 1 + torch.arange(self.num_sets * batch * window, dtype=torch.int32, device=device)
-        by_set = aligned_rows(slots.view(self.num_sets, batch * window))
-        self._slots = [of_set.view(batch, window) for of_set in by_set]
-        self._accepted = torch.randint(1, window + 1, (batch,), dtype=torch.int32, device=device)
-        self._ends = torch.arange(0, batch * window + 1, window, dtype=torch.int32, device=device)
+        self.keep_snapshots()
         self._weights = self.expanded_weights()
         self._shape = (batch * window, m.n_heads, m.head_dim)
 
@@ -63,34 +43,28 @@ class SelectiveStateUpdate(Mamba2PeerStep):
         inputs["dt"] = self.by_channel(inputs["dt"])
         out = torch.empty(self._shape, dtype=ACTIVATION, device=self.device)
         is_one = self.case.replay.window == 1
-        window = {} if is_one else {"num_accepted_tokens": self._accepted, "cu_seqlens": self._ends}
+        window = {} if is_one else {"num_accepted_tokens": self.accepted, "cu_seqlens": self.ends}
         with ExitStack() as stack:
             if self.setting:
                 tile = (self.setting["BLOCK_SIZE_M"], self.setting["num_warps"])
                 stack.enter_context(self.library.override_ssm_config(tile))
             self.library.selective_state_update(
-                self._states,
+                self.snapshots,
                 **inputs,
                 **self._weights,
                 **window,
                 dt_softplus=True,
-                state_batch_indices=self._slots[index],
+                state_batch_indices=self.snapshot_slots[index],
                 out=out,
             )
         return out
 
     def before(self, step: int, index: int, rows: Tensor) -> History:
         """Return the states after the last accepted token."""
-        last = self._accepted[rows].long() - 1
-        return bare(self._states[self._slots[index][rows, last].long()], self.packed.recurrence)
+        return bare(self.last_accepted(index, rows), self.packed.recurrence)
 
 
-class _TokenReplay(Mamba2PeerStep, ReplayedPeerStep):
-    """A replayed step of one token: the token is appended to a buffer that begins at row 0, or the buffer is folded.
-
-    The step that finds ``history - 1`` pending tokens folds them and its own.
-    """
-
+class _TokenReplay(Mamba2PeerStep, TokenReplay):
     function: str
     config: str
 
@@ -98,12 +72,7 @@ class _TokenReplay(Mamba2PeerStep, ReplayedPeerStep):
         super().__init__(case, device)
         m, batch, history = self.geometry, case.batch_size, case.replay.history
         sets = self.num_sets
-        rows = np.arange(sets * batch)[None] + np.arange(self.num_steps)[:, None]
-        pending = (rows % history).astype(np.int32)
-        flushes = pending == history - 1
-        self.follow(flushes, float(pending.mean()))
-        self._pending = self.on_device(pending)
-        self._is_flush = self.on_device(flushes)
+        self.count_up()
         self._state = self.states()
         self._x = normal((sets, batch, m.n_heads, history, m.head_dim), ACTIVATION, device)
         self._B = normal((sets, batch, m.n_groups, history, m.d_state), ACTIVATION, device)
@@ -113,7 +82,7 @@ class _TokenReplay(Mamba2PeerStep, ReplayedPeerStep):
     @classmethod
     def supports(cls, case: KernelCase) -> bool:
         """Say whether it is a step of one token."""
-        return case.replay.window == 1 and load(_CONFIG) is not None
+        return case.replay.window == 1 and load(CONFIG) is not None
 
     def scratch(self) -> dict[str, Tensor]:
         """Return the scratch tensors of a launch by name."""
@@ -124,7 +93,7 @@ class _TokenReplay(Mamba2PeerStep, ReplayedPeerStep):
         inputs = {name: tensor[:, 0] for name, tensor in self.packed.inputs(index).items()}
         inputs["dt"] = self.by_channel(inputs["dt"])
         out = torch.empty(inputs["x"].shape, dtype=ACTIVATION, device=self.device)
-        with _configured({self.config: self.setting}):
+        with configured({self.config: self.setting}):
             getattr(self.library, self.function)(
                 self._state[index],
                 **inputs,
@@ -134,8 +103,8 @@ class _TokenReplay(Mamba2PeerStep, ReplayedPeerStep):
                 x_cache=self._x[index],
                 dt_cache=self._dt[index],
                 B_cache=self._B[index],
-                write_pos=self._pending[step, index],
-                is_flush=self._is_flush[step, index],
+                write_pos=self.pending[step, index],
+                is_flush=self.is_flush[step, index],
                 max_cache_len=self.case.replay.history,
                 out=out,
             )
@@ -145,7 +114,7 @@ class _TokenReplay(Mamba2PeerStep, ReplayedPeerStep):
         """Return checkpoints and the rows of the buffers."""
         return History(
             self._state[index][rows],
-            self._pending[step, index][rows],
+            self.pending[step, index][rows],
             {
                 "x_ring": self._x[index][rows].transpose(1, 2),
                 "B_ring": self._B[index][rows].transpose(1, 2),
@@ -184,11 +153,8 @@ class StateAndOutput(_TokenReplay):
     settings = (SHIPPED, *_TOKEN_TILES)
 
 
-class Speculative(Mamba2PeerStep, ReplayedPeerStep):
-    """``selective_state_update_replayssm_spec``: a window of several tokens from a checkpoint and a ring.
-
-    The ring's rows are a power of two; a row flushes in the same step as ours.
-    """
+class Speculative(Mamba2PeerStep, WindowReplay):
+    """``selective_state_update_replayssm_spec``: a window of several tokens from a checkpoint and a ring."""
 
     implementation = "vllm replayssm_spec"
     module = f"{_OPS}.selective_state_update_replayssm_spec"
@@ -202,43 +168,28 @@ class Speculative(Mamba2PeerStep, ReplayedPeerStep):
 
     def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
         super().__init__(case, device)
-        m, replay, batch = self.geometry, case.replay, case.batch_size
-        slots = self.num_sets * batch
-        cursors = cases.draw_cursors(replay, slots, self.num_steps, seed=seed)
-        self.follow(cursors.flushes(replay), cursors.mean_pending())
-        self._limit = replay.history + replay.window
-        rows = 1 << (self._limit - 1).bit_length()
-        past, checkpoint = cursors
-        # Slot 0 is nobody's.
-        self._lengths = [
-            aligned_rows(torch.from_numpy(np.pad(values, ((0, 0), (1, 0)))).to(device))
-            for values in (past - checkpoint, checkpoint % rows, cursors.flushes(replay).astype(np.int8))
-        ]
-        of_sets = self.states().flatten(0, 1)
-        self._state = torch.cat([of_sets.new_zeros(1, *of_sets.shape[1:]), of_sets])
-        del of_sets
-        self._conv = normal((1 + slots, rows, m.d_inner + m.n_groups * m.d_state), ACTIVATION, device)
-        self._dt = normal((1 + slots, m.n_heads, rows), ACTIVATION, device)
-        ids = 1 + torch.arange(slots, dtype=torch.int32, device=device)
-        self._slot_ids = aligned_rows(ids.view(self.num_sets, batch))
-        self._ends = torch.arange(0, batch * replay.window + 1, replay.window, dtype=torch.int32, device=device)
+        m, slots = self.geometry, 1 + self.num_sets * case.batch_size
+        self.follow_ours(seed)
+        self._state = self.slotted_states()
+        self._conv = normal((slots, self.ring_rows, m.d_inner + m.n_groups * m.d_state), ACTIVATION, device)
+        self._dt = normal((slots, m.n_heads, self.ring_rows), ACTIVATION, device)
         self._weights = self.expanded_weights()
 
     @classmethod
     def supports(cls, case: KernelCase) -> bool:
         """Say whether it is a step of several tokens."""
-        return case.replay.window > 1 and load(_CONFIG) is not None
+        return case.replay.window > 1 and load(CONFIG) is not None
 
     def launch(self, step: int, index: int) -> Tensor:
         """Launch one step of one set."""
         m, window = self.geometry, self.case.replay.window
-        pending, origin, is_flush = (lengths[step] for lengths in self._lengths)
-        rows, batch = self._conv.size(1), self.case.batch_size
+        pending, origin, is_flush = (lengths[step] for lengths in self.lengths)
+        rows, batch = self.ring_rows, self.case.batch_size
         # The library's own builder makes this too small for several groups of heads.
         products = torch.empty(
             batch, m.n_groups, rows, 1 << (window - 1).bit_length(), dtype=ACTIVATION, device=self.device
         )
-        with _configured({f"mamba2_spec_{part}": self.setting for part in ("verify", "flush")}):
+        with configured({f"mamba2_spec_{part}": self.setting for part in ("verify", "flush")}):
             y: Tensor = self.library.selective_state_update_replayssm_spec(
                 self._state,
                 self._conv,
@@ -249,9 +200,9 @@ class Speculative(Mamba2PeerStep, ReplayedPeerStep):
                 write_pos=pending,
                 post_conv_state_pos=origin,
                 is_flush=is_flush,
-                query_start_loc=self._ends,
-                state_batch_indices=self._slot_ids[index],
-                max_cache_len=self._limit,
+                query_start_loc=self.ends,
+                state_batch_indices=self.ids[index],
+                max_cache_len=self.limit,
                 max_spec_len=window,
                 d_inner=m.d_inner,
                 ngroups=m.n_groups,
@@ -264,10 +215,7 @@ class Speculative(Mamba2PeerStep, ReplayedPeerStep):
     def before(self, step: int, index: int, rows: Tensor) -> History:
         """Return checkpoints and the rings' rows, the oldest first."""
         m = self.geometry
-        slots = self._slot_ids[index][rows].long()
-        pending, origin, _ = (lengths[step][slots].long() for lengths in self._lengths)
-        ring_rows = self._conv.size(1)
-        order = (origin[:, None] + torch.arange(self.case.replay.history, device=self.device)) % ring_rows
+        slots, pending, order = self.live_rows(step, index, rows)
         conv = self._conv[slots[:, None], order]
         x, B = torch.split(conv, [m.d_inner, m.n_groups * m.d_state], dim=-1)
         raw = self._dt[slots].transpose(1, 2).gather(1, order[..., None].expand(-1, -1, m.n_heads))
@@ -282,13 +230,3 @@ class Speculative(Mamba2PeerStep, ReplayedPeerStep):
                 "dt_ring": dt,
             },
         )
-
-
-def _configured(settings: dict[str, Setting]) -> AbstractContextManager[ExitStack]:
-    """Pin the launch settings of kernels of the library."""
-    config: Any = load(_CONFIG)
-    stack = ExitStack()
-    for kernel, setting in settings.items():
-        if setting:
-            stack.enter_context(config.override_replayssm_config(kernel, tuple(setting.values())))
-    return stack
