@@ -143,6 +143,15 @@ def test_the_command_prints_and_writes_what_it_measured(
     assert "time/limit" in text and f"replay {OP[family]}" in text
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_the_report_names_the_libraries_of_its_family(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for family in SHAPE:
+        assert main([*small(family), "--json"]) == 0
+        found[family] = set(KernelReport.model_validate_json(capsys.readouterr().out).peers)
+    assert found == {"mamba2": {"mamba_ssm", "vllm", "flashinfer"}, "gdn": {"fla", "vllm", "flashinfer"}}
+
+
 @pytest.mark.usefixtures("stand_in", "libraries")
 def test_the_command_measures_peers_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

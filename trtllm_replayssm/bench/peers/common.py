@@ -15,6 +15,7 @@ from torch import Tensor
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.gate import ROUNDED_BOUND, relative_error, require, telling_launches, telling_rows
+from trtllm_replayssm.bench.prefill import Prefill
 from trtllm_replayssm.bench.recurrences import Packed, Recurrence, normal
 from trtllm_replayssm.bench.report import Kind
 from trtllm_replayssm.bench.tuning import SHIPPED, Setting
@@ -251,3 +252,30 @@ class ReplayedPeerStep(PeerStep):
         """Return what all slots have as [steps, sets, batch]; each launch's row is aligned."""
         by_launch = torch.from_numpy(values).view(-1, self.num_sets, self.case.batch_size)
         return aligned_rows(by_launch.to(self.device))
+
+
+class PeerPrefill(Prefill):
+    """Another library's prefill, which returns the last states beside the output.
+
+    Args:
+        case: what to run, with ``prefill_tokens``; ``supports`` has been asked.
+        device: where.
+    """
+
+    module: str
+    settings: tuple[Setting, ...] = (SHIPPED,)
+
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
+        super().__init__(case, device)
+        self.setting = self.settings[0]
+        self.library: Any = load(self.module)
+        self.last_states: Tensor
+
+    @classmethod
+    def supports(cls, case: KernelCase) -> bool:
+        """Say yes: these take any prompt."""
+        return True
+
+    def final_states(self, index: int) -> Tensor:
+        """Return the states that the last launch left."""
+        return self.last_states

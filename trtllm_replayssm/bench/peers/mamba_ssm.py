@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.peers.common import History, Launch, bare, load, relaunched
+from trtllm_replayssm.bench.peers.common import History, Launch, PeerPrefill, bare, relaunched
 from trtllm_replayssm.bench.peers.mamba2 import Mamba2PeerStep
-from trtllm_replayssm.bench.prefill import Prefill
 from trtllm_replayssm.bench.report import Kind
 from trtllm_replayssm.bench.tuning import SHIPPED, Setting
 
@@ -71,23 +70,12 @@ def _tile(library: Any, setting: Setting) -> AbstractContextManager[None]:
     return relaunched(library, _KERNEL, with_tile)
 
 
-class ChunkScan(Prefill):
-    """``mamba_chunk_scan_combined``, which tunes its own kernels and returns the last states in addition."""
+class ChunkScan(PeerPrefill):
+    """``mamba_chunk_scan_combined``, which tunes its own kernels."""
 
     implementation = "mamba_ssm mamba_chunk_scan_combined"
     module = "mamba_ssm.ops.triton.ssd_combined"
     settings: tuple[Setting, ...] = ({"chunk_size": 256}, {"chunk_size": 128})
-
-    def __init__(self, case: KernelCase, device: torch.device) -> None:
-        super().__init__(case, device)
-        self.setting = self.settings[0]
-        self._library: Any = load(self.module)
-        self._last_states: Tensor
-
-    @classmethod
-    def supports(cls, case: KernelCase) -> bool:
-        """Say yes: it takes any prompt."""
-        return True
 
     @torch.no_grad()
     def launch(self, step: int, index: int) -> Tensor:
@@ -95,7 +83,7 @@ class ChunkScan(Prefill):
         inputs = self.packed.inputs(index)
         weights = self.packed.weights
         y: Tensor
-        y, self._last_states = self._library.mamba_chunk_scan_combined(
+        y, self.last_states = self.library.mamba_chunk_scan_combined(
             inputs["x"],
             inputs["dt"],
             weights["A"],
@@ -108,7 +96,3 @@ class ChunkScan(Prefill):
             return_final_states=True,
         )
         return y
-
-    def final_states(self, index: int) -> Tensor:
-        """Return the states that the last launch left."""
-        return self._last_states

@@ -5,14 +5,21 @@ from importlib import metadata
 from typing import Final
 
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.peers import flashinfer, mamba_ssm, vllm
-from trtllm_replayssm.bench.peers.common import PeerStep, load
+from trtllm_replayssm.bench.peers import (
+    fla,
+    flashinfer,
+    flashinfer_gated_delta_net,
+    mamba_ssm,
+    vllm,
+    vllm_gated_delta_net,
+)
+from trtllm_replayssm.bench.peers.common import PeerPrefill, PeerStep, load
 from trtllm_replayssm.bench.shapes import Family, family_of
 
 NOT_INSTALLED: Final = "not installed"
 
 
-Peer = type[PeerStep] | type[mamba_ssm.ChunkScan]
+Peer = type[PeerStep] | type[PeerPrefill]
 
 STEPS: Final[Mapping[Family, tuple[Peer, ...]]] = {
     "mamba2": (
@@ -24,12 +31,21 @@ STEPS: Final[Mapping[Family, tuple[Peer, ...]]] = {
         vllm.Speculative,
         flashinfer.Checkpointing,
     ),
-    "gdn": (),
+    "gdn": (
+        fla.FusedRecurrent,
+        vllm_gated_delta_net.PackedDecode,
+        vllm_gated_delta_net.SigmoidGating,
+        flashinfer_gated_delta_net.Decode,
+        flashinfer_gated_delta_net.Snapshots,
+        vllm_gated_delta_net.Replay,
+        vllm_gated_delta_net.Speculative,
+        flashinfer_gated_delta_net.UCacheFlush,
+    ),
 }
-PREFILLS: Final[Mapping[Family, tuple[Peer, ...]]] = {"mamba2": (mamba_ssm.ChunkScan,), "gdn": ()}
+PREFILLS: Final[Mapping[Family, tuple[Peer, ...]]] = {"mamba2": (mamba_ssm.ChunkScan,), "gdn": (fla.Chunked,)}
 
 # Name of the import -> of the distribution.
-_LIBRARIES: Final = {"mamba_ssm": "mamba_ssm", "vllm": "vllm", "flashinfer": "flashinfer-python"}
+_LIBRARIES: Final = {"mamba_ssm": "mamba_ssm", "fla": "fla-core", "vllm": "vllm", "flashinfer": "flashinfer-python"}
 
 
 def libraries(family: Family) -> dict[str, str]:
