@@ -13,6 +13,7 @@ from trtllm_replayssm.contract.flush_cycle import flush_cycle
 from trtllm_replayssm.contract.geometry import (
     AUTO,
     DTYPE_BYTES,
+    ActivationDtype,
     History,
     Mamba2Geometry,
     ModelGeometry,
@@ -25,6 +26,7 @@ from trtllm_replayssm.errors import ConfigError, UnsupportedError
 from trtllm_replayssm.plugins.build import check_architecture
 from trtllm_replayssm.plugins.compile_image import architecture_of
 from trtllm_replayssm.plugins.specialize import Mamba2Specialization, Role
+from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
 
 CANDIDATES: Final = (8, 16, 32)
 """What "auto" chooses from, ascending."""
@@ -134,17 +136,26 @@ def _cost(geometry: ModelGeometry, replay: ReplayGeometry, architectures: Sequen
     m = geometry.recurrence
     if m is None:
         return 0.0
-    # Of Gated DeltaNet no kernel has been measured: its bytes alone decide.
-    roles = (
-        _step_roles(Mamba2Specialization.of_layer(m, replay, geometry.dtype), architectures)
-        if architectures and isinstance(m, Mamba2Geometry)
-        else ()
-    )
-    slowness = sum(time_over_limit(role, replay) for role in roles) if roles else 1.0
-    return slowness * bytes_per_step(m, replay, geometry.dtype)
+    return _slowness(m, replay, geometry.dtype, architectures) * bytes_per_step(m, replay, geometry.dtype)
 
 
-def _step_roles(specialization: Mamba2Specialization, architectures: Sequence[str]) -> tuple[Role, ...]:
+def _slowness(
+    m: RecurrenceGeometry, replay: ReplayGeometry, dtype: ActivationDtype, architectures: Sequence[str]
+) -> float:
+    """Return by how much longer than its bytes a step takes, summed over devices that have kernels; 1 without any."""
+    if not architectures:
+        return 1.0
+    if isinstance(m, Mamba2Geometry):
+        roles = _step_roles(Mamba2Specialization.of_layer(m, replay, dtype), architectures)
+        return sum(time_over_limit(role, replay) for role in roles)
+    # Of Gated DeltaNet no kernel has been measured: they must exist, and bytes alone decide.
+    _step_roles(GatedDeltaNetSpecialization.of_layer(m, replay, dtype), architectures)
+    return 1.0
+
+
+def _step_roles(
+    specialization: Mamba2Specialization | GatedDeltaNetSpecialization, architectures: Sequence[str]
+) -> tuple[Role, ...]:
     """Return the kernel that runs a step on each architecture, where an image has all its kernels."""
     chosen: list[Role] = []
     for architecture in architectures:

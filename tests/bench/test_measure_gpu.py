@@ -1,10 +1,16 @@
-"""A short run on a device gives sensible numbers."""
+"""A short run on a device gives sensible numbers, and the peers that are installed pass their gate."""
 
 import json
+import warnings
 
 import pytest
+import torch
 
+from trtllm_replayssm.bench.cases import make_cases, make_prefill_cases
+from trtllm_replayssm.bench.peers.registry import peers_of
+from trtllm_replayssm.bench.shapes import Family
 from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.errors import NumericsError
 
 pytestmark = pytest.mark.gpu
 
@@ -15,20 +21,8 @@ pytestmark = pytest.mark.gpu
 def test_a_short_run_gives_sensible_numbers(
     capsys: pytest.CaptureFixture[str], family: str, shape: str, op: str
 ) -> None:
-    options = [
-        "--family",
-        family,
-        "--shape",
-        shape,
-        "--batch_sizes",
-        "64",
-        "--state_dtype",
-        "float32",
-        "--max_draft_len",
-        "0",
-        "3",
-    ]
-    options += ["--prefill_tokens", "256", "--prefill_batch_sizes", "8", "--no-peers"]
+    options = ["--family", family, "--shape", shape, "--batch_sizes", "64", "--state_dtype", "float32", "--no-peers"]
+    options += ["--max_draft_len", "0", "3", "--prefill_tokens", "256", "--prefill_batch_sizes", "8"]
     assert main(["bench", "kernels", *options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = {(m["implementation"], m["window"]): m for m in report["measurements"]}
@@ -42,3 +36,21 @@ def test_a_short_run_gives_sensible_numbers(
         assert m["spread"] < 1 and 0 < m["output_error"] <= 4e-3
     assert found[replay, 1]["flush_fraction"] == 1 / 16
     assert 0.1 < found[replay, 4]["flush_fraction"] < 0.3
+
+
+@pytest.mark.parametrize(("family", "shape"), [("mamba2", "16x64x128x8"), ("gdn", "4x8x128x128")])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_installed_peers_agree_with_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, family: Family, shape: str, state_dtype: str
+) -> None:
+    monkeypatch.setattr("trtllm_replayssm.bench.cases.BYTES_BETWEEN_USES", 2**22)
+    cases = make_cases([shape], [1, 6], [state_dtype], [0, 3], history=16, family=family)
+    cases += make_prefill_cases([shape], [2], [state_dtype], 200, history=16, family=family)
+    for case in cases:
+        for peer in peers_of(case):
+            try:
+                assert peer(case, torch.device("cuda", 0)).check() > 0
+            except (NumericsError, AssertionError):
+                raise
+            except Exception as refusal:  # noqa: BLE001 - a library may lack the kernel, and says so in its own way
+                warnings.warn(f"{case}: {peer.implementation} was not compared: {refusal}", stacklevel=1)

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from tests.builders.tiny_geometry import tiny_geometry, tiny_qwen_geometry
 from tests.ops.strategies import bounded
-from trtllm_replayssm.bench.shapes import MAMBA2
+from trtllm_replayssm.bench.shapes import GATED_DELTA_NET, MAMBA2
 from trtllm_replayssm.contract.geometry import (
     DTYPE_BYTES,
     GatedDeltaNetGeometry,
     Mamba2Geometry,
     ModelGeometry,
+    RecurrenceGeometry,
     ReplayGeometry,
     StateDtype,
 )
@@ -51,7 +52,7 @@ def auto(
 
 
 def cheapest(
-    m: Mamba2Geometry, max_draft_len: int, state_dtype: StateDtype = "float32", dtype: str = "bfloat16"
+    m: RecurrenceGeometry, max_draft_len: int, state_dtype: StateDtype = "float32", dtype: str = "bfloat16"
 ) -> int:
     costs = {
         history: bytes_per_step(
@@ -208,3 +209,26 @@ def test_of_a_gated_delta_net_bytes_alone_decide() -> None:
     state, row = 4 * 32 * 128 * 128, 2 * 2048 + 4 * 4096 + 4 * 32
     costs = {history: state / history + (history + 1) / 2 * row for history in CANDIDATES}
     assert auto(geometry) == auto(geometry, HOPPER) == min(costs, key=lambda history: costs[history]) == 16
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_draft_len", range(8))
+@pytest.mark.parametrize("shape", GATED_DELTA_NET)
+def test_the_layers_of_qwen_take_the_fewest_bytes_wherever_they_run(
+    shape: str, max_draft_len: int, state_dtype: StateDtype
+) -> None:
+    layer = GATED_DELTA_NET[shape]
+    geometry = tiny_qwen_geometry("G", dtype="bfloat16", gated_delta_net=layer)
+    options = {"max_draft_len": max_draft_len, "state_dtype": state_dtype}
+    found = [auto(geometry, *targets, **options) for targets in ((), (HOPPER,), (AMPERE, ADA))]  # type: ignore[arg-type]
+    assert found == [cheapest(layer, max_draft_len, state_dtype)] * 3
+
+
+def test_a_gated_delta_net_without_kernels_is_refused_on_a_device_alone() -> None:
+    layer = GATED_DELTA_NET["qwen9b"].model_copy(update={"key_dim": 24})
+    geometry = tiny_qwen_geometry("G", gated_delta_net=layer)
+    with pytest.raises(UnsupportedError, match="key_dim a multiple of 16 from 16 to 128"):
+        auto(geometry, HOPPER)
+    with pytest.raises(UnsupportedError, match=r"compute capability: found 7\.5"):
+        auto(tiny_qwen_geometry("G", gated_delta_net=GATED_DELTA_NET["qwen9b"]), 75)
+    assert auto(geometry) in CANDIDATES, "the CPU needs no kernel"
