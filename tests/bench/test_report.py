@@ -10,7 +10,9 @@ import torch
 from tests.bench.peer_doubles import libraries
 from trtllm_replayssm.bench import kernels, machine, plot
 from trtllm_replayssm.bench.cases import make_cases, make_prefill_cases
+from trtllm_replayssm.bench.comparison import compare
 from trtllm_replayssm.bench.machine import Machine
+from trtllm_replayssm.bench.peers import registry
 from trtllm_replayssm.bench.plot import JSON_FILE, PLOT_FILE
 from trtllm_replayssm.bench.report import REPLAY, KernelReport, Measurement
 from trtllm_replayssm.bench.shapes import Family, family_of
@@ -96,6 +98,32 @@ def test_tables_hold_every_measurement(made: KernelReport, family: Family) -> No
     assert len(rows) == len(made.measurements)
     assert "none importable (mamba_ssm not installed)" in text
     assert rows[0][:4] == [SHAPE[family], "float32", "1", "2"] and rows[0][-3:] == ["1.25", "0.062", "8.5"]
+
+
+@every_family
+def test_ours_stands_beside_the_peers_of_its_family(made: KernelReport, family: Family) -> None:
+    """Every peer of the registry, with invented times: one table for each work, which fits a terminal."""
+    ours = [m for m in made.measurements if m.kind != "convolution"]
+    of_family = registry.STEPS[family]
+    kinds = [(peer.implementation, peer.kind) for peer in of_family]
+    peers = [
+        m.model_copy(update={"implementation": name, "kind": kind, "us": m.us * (2 + index)})
+        for m in ours
+        if m.kind == "replay"
+        for index, (name, kind) in enumerate(kinds)
+    ]
+    found = compare([*ours, *peers])
+    assert len(found) == 8 and {c.implementation for c in found} == {REPLAY[OP[family]]}
+    assert all(set(c.peers) == {name for name, _ in kinds} for c in found)
+    first_replay = [kind for _, kind in kinds].index("replay")
+    assert all(
+        c.time_over_best == pytest.approx({"conventional": 1 / 2, "replay": 1 / (2 + first_replay)}) for c in found
+    )
+    tables = report_tables(made.model_copy(update={"comparisons": found}))[-2:]
+    text = rendered(tables)
+    for window in (1, 4):
+        assert f"{REPLAY[OP[family]]} beside its peers, T = {window}" in text
+    assert all(name in " ".join(text.split()) for name, _ in kinds)
 
 
 @every_family

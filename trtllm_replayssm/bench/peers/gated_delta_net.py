@@ -44,8 +44,8 @@ class GatedDeltaNetPeerStep(PeerStep):
 
     def unit_keys(self, *leading: int) -> Tensor:
         """Return random keys of length 1, [*leading, K] of the activation type, as the libraries' rings hold them."""
-        keys = normal((*leading, self.geometry.key_dim), ACTIVATION, self.device)
-        return torch.nn.functional.normalize(keys, dim=-1)
+        keys = normal((*leading, self.geometry.key_dim), torch.float32, self.device)
+        return torch.nn.functional.normalize(keys, dim=-1).to(ACTIVATION)
 
     def output(self) -> Tensor:
         """Return memory for a step's output, [batch, T, Hv, V]."""
