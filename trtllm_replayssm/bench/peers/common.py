@@ -27,10 +27,11 @@ from trtllm_replayssm.ops.dtypes import torch_dtype
 
 @cache
 def load(module: str) -> Any | None:
-    """Import a module of another library, or return None where it or what it needs is not installed."""
+    """Import a module of another library, or return None where it or what it needs is not installed or not for us."""
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError):
+    # RuntimeError: FlashInfer's kernels refuse a machine so that has not what they are compiled with.
+    except (ImportError, OSError, RuntimeError):
         return None
 
 
@@ -154,6 +155,7 @@ class PeerStep(ABC):
     settings: tuple[Setting, ...] = (SHIPPED,)
     flush_fraction: float | None = None
     mean_pending: float | None = None
+    output_bound = ROUNDED_BOUND
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         m, batch = case.geometry, case.batch_size
@@ -202,7 +204,7 @@ class PeerStep(ABC):
         expected = expected_output(recurrence, inputs, self.packed.weights, history)
         found = self.launch(step, index).reshape(self.case.batch_size, -1, *recurrence.output)[on_device]
         error = relative_error(found.flatten(0, 1), expected.flatten(0, 1))
-        return require(f"{self.case}: output of {self.implementation}", error, ROUNDED_BOUND)
+        return require(f"{self.case}: output of {self.implementation}", error, self.output_bound)
 
     def states(self, per_row: int = 1) -> Tensor:
         """Return random states, [sets, batch * per_row, *state_shape]."""

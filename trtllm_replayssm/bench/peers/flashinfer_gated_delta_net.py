@@ -8,7 +8,7 @@ from torch import Tensor
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.peers.common import History, ReplayedPeerStep, bare, load
-from trtllm_replayssm.bench.peers.gated_delta_net import GaplessInputs, GatedDeltaNetPeerStep, geometry_of
+from trtllm_replayssm.bench.peers.gated_delta_net import WINDOW_BOUND, GaplessInputs, GatedDeltaNetPeerStep, geometry_of
 from trtllm_replayssm.bench.recurrences import ACTIVATION, normal
 from trtllm_replayssm.bench.report import Kind
 
@@ -115,6 +115,7 @@ class UCacheFlush(_Step, ReplayedPeerStep):
 
     implementation = "flashinfer ucache_flush"
     module = f"{_KERNELS}.gdn_decode_bf16_wy_ucache_flush"
+    output_bound = WINDOW_BOUND
     _RING_ROWS = 32
     _HISTORY = 16
 

@@ -54,6 +54,10 @@ class GatedDeltaNetPeerStep(PeerStep):
         return torch.empty(shape, dtype=ACTIVATION, device=self.device)
 
 
+WINDOW_BOUND = 2e-2
+"""Of the outputs of a replayed window: state, keys and each u are rounded to 16 bits, and the next u builds on them."""
+
+
 class GaplessInputs:
     """The inputs of all sets, copied beforehand so that no number lies between those of one tensor.
 

@@ -7,6 +7,7 @@ from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.peers.common import History, bare, load
 from trtllm_replayssm.bench.peers.gated_delta_net import (
     COLUMNS,
+    WINDOW_BOUND,
     GaplessInputs,
     GatedDeltaNetPeerStep,
     with_columns,
@@ -183,6 +184,7 @@ class Speculative(GatedDeltaNetPeerStep, WindowReplay):
 
     implementation = "vllm gdn replayssm_spec"
     module = f"{_OPS}.gdn_replayssm_spec_decode"
+    output_bound = WINDOW_BOUND
     settings = (
         SHIPPED,
         *(
