@@ -19,7 +19,7 @@ class FusedRecurrent(GatedDeltaNetPeerStep):
     implementation = "fla fused_recurrent_gated_delta_rule"
     kind: Kind = "conventional"
     module = f"{_OPS}.fused_recurrent"
-    settings = (SHIPPED, *COLUMNS)
+    settings = (SHIPPED, *COLUMNS[1:])  # as shipped it has the first
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)

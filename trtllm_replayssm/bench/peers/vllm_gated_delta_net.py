@@ -33,7 +33,7 @@ class PackedDecode(GatedDeltaNetPeerStep, SlottedStep):
     implementation = "vllm packed_decode"
     kind: Kind = "conventional"
     module = f"{_OPS}.fused_recurrent"
-    settings = (SHIPPED, *COLUMNS)
+    settings = (SHIPPED, *COLUMNS[:-1])  # as shipped it has the last
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
@@ -137,7 +137,7 @@ class Replay(GatedDeltaNetPeerStep, SlottedStep, TokenReplay):
         SHIPPED,
         *(
             {"block_v": columns, "num_warps": warps, "num_stages": 3, "nk": parts}
-            for columns, warps, parts in ((64, 1, 2), (32, 1, 2), (32, 1, 1))
+            for columns, warps, parts in ((32, 1, 2), (32, 1, 1))
         ),
     )
 
@@ -185,13 +185,7 @@ class Speculative(GatedDeltaNetPeerStep, WindowReplay):
     implementation = "vllm gdn replayssm_spec"
     module = f"{_OPS}.gdn_replayssm_spec_decode"
     output_bound = WINDOW_BOUND
-    settings = (
-        SHIPPED,
-        *(
-            {"block_v": columns, "num_warps": warps, "nk": parts, "num_stages": 2}
-            for columns, warps, parts in ((64, 1, 2), (32, 1, 2))
-        ),
-    )
+    settings = (SHIPPED, {"block_v": 32, "num_warps": 1, "nk": 2, "num_stages": 2})
 
     def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
         super().__init__(case, device)
