@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from trtllm_replayssm.errors import BuildError
 
 MAGIC = b"RSSMKIMG"
-VERSION = 5
+VERSION = 6
 _HEADER = struct.Struct("<8sII256s")
 _ENTRY = struct.Struct("<32s64siiiiiiiiQQ")
 

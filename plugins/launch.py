@@ -16,6 +16,7 @@ from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2
 from trtllm_replayssm.plugins import layouts
+from trtllm_replayssm.plugins.counters import counter_of_launch
 from trtllm_replayssm.plugins.loader import device_architecture, launch, load
 from trtllm_replayssm.plugins.params import (
     causal_conv1d_params,
@@ -60,8 +61,10 @@ def mamba2(tensors: Mapping[str, Tensor], *, history: int, max_draft_len: int) -
     )
     is_prefill = protocol.is_prefill(seq_len, max_draft_len)
     role = "prefill" if is_prefill else _step_role(specialization, tensors, device_architecture(x.device.index))
-    params = mamba2_params(tuple(tensors[name] for name in MAMBA2.inputs), y)
-    launch(load(specialization, role, x.device.index), params, num_rows, x.device)
+    kernel = load(specialization, role, x.device.index)
+    num_taken = counter_of_launch(x.device) if role == "pipelined_step" else 0
+    params = mamba2_params(tuple(tensors[name] for name in MAMBA2.inputs), y, num_taken)
+    launch(kernel, params, num_rows, x.device)
     return y
 
 

@@ -32,7 +32,7 @@ class Mamba2Params(ctypes.Structure):
         *_fields(
             ctypes.c_void_p,
             "x dt B C A D dt_bias ssm_state x_ring B_ring dt_ring "
-            "past_lengths checkpoint_lengths num_tokens slot_ids y",
+            "past_lengths checkpoint_lengths num_tokens slot_ids y num_taken",
         ),
         *_fields(ctypes.c_int64, "x_stride_batch x_stride_token x_stride_head dt_stride_batch dt_stride_token"),
         *_fields(ctypes.c_int64, "B_stride_batch B_stride_token B_stride_group"),
@@ -70,18 +70,20 @@ class CausalConv1dParams(ctypes.Structure):
     ]
 
 
-def mamba2_params(tensors: tuple[Tensor, ...], y: Tensor) -> Mamba2Params:
+def mamba2_params(tensors: tuple[Tensor, ...], y: Tensor, num_taken: int) -> Mamba2Params:
     """Pack addresses and strides.
 
     Args:
         tensors: the inputs in the order of ``contract.plugin_io.MAMBA2.inputs``.
         y: the output.
+        num_taken: the address of a counter (``plugins.counters``); 0 for a kernel that is not persistent.
     """
     x, dt, B, C = tensors[:4]
     pools = tensors[7:11]
     return Mamba2Params(
         *[tensor.data_ptr() for tensor in tensors],
         y.data_ptr(),
+        num_taken,
         *x.stride()[:3],
         *dt.stride()[:2],
         *B.stride()[:3],

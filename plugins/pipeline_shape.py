@@ -17,17 +17,14 @@ _D_STATE, _MAX_HISTORY, _MAX_WINDOW = 128, 16, 8
 _PADDING_BYTES = 16
 _BARRIER_BYTES = 8
 _CHUNK_DESCRIPTION_BYTES = 36
-_SHARE_BYTES = 16
 _CONSUMERS = 8
 # Two warps share a chunk; the other team has the next chunk meanwhile.
 _TEAMS, _TEAM_WARPS = 2, 2
 # As many warps as in layout.cuh: for B and C, for x, for dt; and each head's A, D and dt_bias.
 _LOADERS, _CONSTANTS = 3, 3
 _WARPS = _CONSUMERS + _TEAMS * _TEAM_WARPS + _LOADERS + 1
-# From so many rows on a thread block guesses its share before the kernel before this one has ended.
-_GUESS_ROWS = 32
-# What a flush's write of the state costs against the read, in the shares of the thread blocks.
-_FLUSH_PERCENT = 100
+# So many chunks' worth for each thread block are cut into so many parts, to end together.
+_TAIL_CHUNKS, _TAIL_PARTS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,8 @@ class PipelineShape:
             "NUM_STAGES": str(self.num_stages),
             "CHUNK_HEADS": str(self.chunk_heads),
             "CHUNK_BUFFERS": str(self.chunk_buffers),
-            "GUESS_ROWS": str(_GUESS_ROWS),
-            "FLUSH_PERCENT": str(_FLUSH_PERCENT),
+            "TAIL_CHUNKS": str(_TAIL_CHUNKS),
+            "TAIL_PARTS": str(min(_TAIL_PARTS, self.chunk_heads)),
         }
 
 
@@ -86,16 +83,16 @@ def pipeline_shape(
     )
     if not is_fitting:
         return None
-    # Measured at head_dim 64 and 80.
-    chunk_heads = 4 if head_dim <= 64 else 8
+    chunk_heads = 4
     while heads_per_group % chunk_heads:
         chunk_heads //= 2
     tile_bytes = _TILE_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
     # Long windows of wide heads have large buffers: better fewer or smaller ones than less than two tiles a consumer.
-    choices = [(chunk_heads, 3), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
+    # A third buffer brings small states sooner where rows are few; with large ones the blocks would end further apart.
+    buffers = 3 if state_dtype == "bfloat16" else 2
+    choices = [(chunk_heads, buffers), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
     for heads, chunk_buffers in choices:
-        fixed = chunk_buffers * (_buffer_bytes(head_dim, heads, history, window) + 3 * _BARRIER_BYTES)
-        fixed += _SHARE_BYTES + 4 * _WARPS
+        fixed = chunk_buffers * (_buffer_bytes(head_dim, heads, history, window) + (3 + _LOADERS) * _BARRIER_BYTES)
         num_stages = (_SHARED_BYTES - fixed - 15) // tile_bytes // _CONSUMERS * _CONSUMERS
         if num_stages >= 2 * _CONSUMERS:
             shared_bytes = -(-(num_stages * tile_bytes + fixed) // 16) * 16
@@ -104,10 +101,9 @@ def pipeline_shape(
 
 
 def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -> int:
-    """Count x, B and C, scores, weights, dt, constants, decays, fold weights, description; in whole 128 bytes."""
+    """Count x, B and C, weights, dt, constants, decays, fold weights, description; in whole 128 bytes."""
     token_rows = history + window
     x_bytes = token_rows * (2 * chunk_heads * head_dim + _PADDING_BYTES)
     bc_bytes = (token_rows + window) * (2 * _D_STATE + _PADDING_BYTES)
-    scores = _TEAM_WARPS * window * 16 * 4
     per_head = window * (64 + 4) + 17 * 4 + (token_rows + _CONSTANTS) * 4
-    return -(-(x_bytes + bc_bytes + scores + chunk_heads * per_head + _CHUNK_DESCRIPTION_BYTES) // 128) * 128
+    return -(-(x_bytes + bc_bytes + chunk_heads * per_head + _CHUNK_DESCRIPTION_BYTES) // 128) * 128

@@ -43,6 +43,9 @@ LoadedDriver load() {
   find(library, "cuModuleGetFunction", driver.module_function, error);
   find(library, "cuFuncSetAttribute", driver.function_set_attribute, error);
   find(library, "cuLaunchKernelEx", driver.launch, error);
+  find(library, "cuMemAlloc_v2", driver.memory_allocate, error);
+  find(library, "cuMemsetD32_v2", driver.memory_set, error);
+  find(library, "cuMemFree_v2", driver.memory_free, error);
   find(library, "cuMemcpyDtoDAsync_v2", driver.copy_on_device, error);
   if (error.empty()) error = driver.fault("cuInit", driver.init(0));
   return loaded;

@@ -50,6 +50,9 @@ struct Driver {
   CuResult (*module_function)(CuFunction* function, CuModule module, const char* symbol);
   CuResult (*function_set_attribute)(CuFunction function, int attribute, int value);
   CuResult (*launch)(const LaunchConfig* config, CuFunction function, void** parameters, void** extra);
+  CuResult (*memory_allocate)(CuAddress* address, std::size_t bytes);
+  CuResult (*memory_set)(CuAddress address, unsigned int value, std::size_t count);  // of 32 bits
+  CuResult (*memory_free)(CuAddress address);
   CuResult (*copy_on_device)(CuAddress destination, CuAddress source, std::size_t bytes, cudaStream_t stream);
 
   // The process's driver, loaded and initialised once. Null with `error` set where there is none.

@@ -1,5 +1,6 @@
 #include "kernel_image.h"
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -162,6 +163,10 @@ bool KernelImage::parse(std::string& error) {
     entries_.push_back(std::move(entry));
   }
   return true;
+}
+
+bool KernelImage::has_persistent() const {
+  return std::any_of(entries_.begin(), entries_.end(), [](const KernelEntry& entry) { return entry.is_persistent; });
 }
 
 const KernelEntry* KernelImage::find(const char* role, int32_t compute_capability) const {

@@ -9,7 +9,7 @@
 
 namespace replayssm {
 
-constexpr uint32_t kKernelImageVersion = 5;
+constexpr uint32_t kKernelImageVersion = 6;
 
 // One launchable kernel for one architecture.
 struct KernelEntry {
@@ -38,6 +38,9 @@ class KernelImage {
 
   // What the kernels were compiled for, in one line.
   const std::string& constants() const { return constants_; }
+
+  // Does any kernel take its work from a counter?
+  bool has_persistent() const;
 
   // The capabilities that the image was compiled for, as "8.0, 9.0".
   std::string capabilities() const;

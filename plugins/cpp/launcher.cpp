@@ -144,12 +144,14 @@ class KernelCache {
 
 }  // namespace
 
-std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image) {
+std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image, bool& is_device_there) {
+  is_device_there = false;
   std::string no_driver;
   const Driver* driver = Driver::get(no_driver);
   if (driver == nullptr) return "";
   CuContext context = nullptr;
-  if (driver->context_current(&context) != 0 || context == nullptr) return "";
+  is_device_there = driver->context_current(&context) == 0 && context != nullptr;
+  if (!is_device_there) return "";
   for (const KernelEntry& entry : image->entries()) {
     Kernel kernel;
     const std::string fault = KernelCache::instance().get(*driver, image, entry.role.c_str(), kernel);

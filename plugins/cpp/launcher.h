@@ -24,8 +24,8 @@ struct KernelArgument {
 };
 
 // Load every kernel that the image has for the current context's device, so that a later launch may be captured in a
-// CUDA graph. Does nothing where there is no driver or no current context (a machine that only builds).
-std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image);
+// CUDA graph. Does nothing where there is no driver or no current context (a machine that only builds), and says which.
+std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image, bool& is_device_there);
 
 // Launch the kernel of a role on the grid that the image tells for this many rows, with one argument, asynchronous on
 // `stream`. Where the image has no special step (pipelined, of one token) for the device, its step runs.

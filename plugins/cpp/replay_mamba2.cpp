@@ -82,6 +82,7 @@ void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&
   params.num_tokens = static_cast<const int32_t*>(buffers.inputs[kNumTokens]);
   params.slot_ids = static_cast<const int32_t*>(buffers.inputs[kSlotIds]);
   params.y = buffers.outputs[kY];
+  params.num_taken = buffers.counter;
   params.x_stride_batch = S * H * P;
   params.x_stride_token = H * P;
   params.x_stride_head = P;

@@ -130,6 +130,18 @@ int32_t ReplayPlugin::onShapeChange(const PluginTensorDesc* inputs, int32_t inpu
   return guarded("onShapeChange", kFailure, [&] { return check_shapes(inputs, input_count, outputs, output_count); });
 }
 
+// Whatever the first launch would need that no CUDA graph may capture.
+std::string ReplayPlugin::prepare() {
+  bool is_device_there = false;
+  const std::string fault = prepare_kernels(fields_.kernels, is_device_there);
+  uint32_t* counter = nullptr;
+  return fault.empty() && is_device_there ? take_counter(counter) : fault;
+}
+
+std::string ReplayPlugin::take_counter(uint32_t*& counter) {
+  return fields_.kernels->has_persistent() ? counter_.get(counter) : "";
+}
+
 // A state's output has its input's address. Where TensorRT gave another one nonetheless, bring the whole pool over,
 // so that the step is right, if slow.
 std::string ReplayPlugin::bring_states(const PluginTensorDesc* input_descs, const Buffers& buffers,
@@ -159,10 +171,12 @@ int32_t ReplayPlugin::enqueue(const PluginTensorDesc* input_descs, const PluginT
     if (!check(input_descs, definition_.tensors.input_count(), output_descs, getNbOutputs(), dimensions, error)) {
       return fail(error);
     }
-    const Buffers buffers{inputs, outputs};
+    Buffers buffers{inputs, outputs};
     std::string fault = bring_states(input_descs, buffers, stream);
     if (!fault.empty()) return fail(fault);
     if (dimensions['B'] == 0 || dimensions['S'] == 0) return 0;
+    fault = take_counter(buffers.counter);
+    if (!fault.empty()) return fail(fault);
     KernelArgument argument;
     definition_.pack(buffers, dimensions, fields_.ints, argument);
     const char* role = definition_.role(buffers, dimensions['S'], fields_.ints);
@@ -176,7 +190,7 @@ nvinfer1::IPluginV3* ReplayPlugin::attachToContext(nvinfer1::IPluginResourceCont
     auto attached = std::make_unique<ReplayPlugin>(definition_, label_, phase_, fields_);
     // The builder's own contexts run on its machine's GPU, which need not be one that the engine is for.
     const bool is_runtime = phase_ == nvinfer1::TensorRTPhase::kRUNTIME;
-    const std::string fault = is_runtime ? prepare_kernels(fields_.kernels) : "";
+    const std::string fault = is_runtime ? attached->prepare() : "";
     if (!fault.empty()) {
       fail(fault);
       return nullptr;

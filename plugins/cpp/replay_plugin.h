@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "NvInferRuntime.h"
+#include "device_counter.h"
 #include "fields.h"
 #include "launcher.h"
 #include "tensors.h"
@@ -19,7 +20,8 @@ constexpr char kVersion[] = "1";
 // The device addresses of one enqueue, in the order of the tensor table.
 struct Buffers {
   const void* const* inputs;
-  void* const* outputs;  // a state's address is its output's
+  void* const* outputs;         // a state's address is its output's
+  uint32_t* counter = nullptr;  // for persistent kernels, if the image has any
 };
 
 // Everything that tells one plugin from another.
@@ -91,6 +93,8 @@ class ReplayPlugin final : public nvinfer1::IPluginV3,
              std::string& error) const;
   int32_t check_shapes(const nvinfer1::PluginTensorDesc* inputs, int32_t input_count,
                        const nvinfer1::PluginTensorDesc* outputs, int32_t output_count) const;
+  std::string prepare();
+  std::string take_counter(uint32_t*& counter);
   std::string bring_states(const nvinfer1::PluginTensorDesc* input_descs, const Buffers& buffers,
                            cudaStream_t stream);
 
@@ -101,6 +105,7 @@ class ReplayPlugin final : public nvinfer1::IPluginV3,
   std::vector<nvinfer1::PluginField> serialized_;
   nvinfer1::PluginFieldCollection collection_{};
   std::atomic<bool> has_warned_of_copies_{false};
+  DeviceCounter counter_;
 };
 
 }  // namespace replayssm

@@ -8,8 +8,10 @@
 // addresses are host addresses, and a plugin's whole way from create to results works without a GPU.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -137,6 +139,25 @@ DRIVER_EXPORT int cuLaunchKernelEx(const Config* config, void* function, void** 
   std::snprintf(text, sizeof text, "%u %u %u %u %u %u %u %llu ", grid[0], grid[1], grid[2], block[0], block[1],
                 block[2], config->shared_bytes, reinterpret_cast<unsigned long long>(config->stream));
   return note("cuLaunchKernelEx", text + ("[" + attributes + "] ") + hex(parameters[0], argument_bytes));
+}
+
+DRIVER_EXPORT int cuMemAlloc_v2(unsigned long long* address, std::size_t bytes) {
+  void* memory = std::malloc(bytes);
+  const unsigned long long number = reinterpret_cast<unsigned long long>(memory);
+  const int result = note("cuMemAlloc", std::to_string(bytes) + " " + std::to_string(number));
+  if (result == kSuccess) *address = number;
+  else std::free(memory);
+  return result;
+}
+
+DRIVER_EXPORT int cuMemsetD32_v2(unsigned long long address, unsigned int value, std::size_t count) {
+  std::fill_n(reinterpret_cast<unsigned int*>(address), count, value);
+  return note("cuMemsetD32", std::to_string(address) + " " + std::to_string(value) + " " + std::to_string(count));
+}
+
+DRIVER_EXPORT int cuMemFree_v2(unsigned long long address) {
+  std::free(reinterpret_cast<void*>(address));
+  return note("cuMemFree", std::to_string(address));
 }
 
 DRIVER_EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long destination, unsigned long long source, std::size_t bytes,

@@ -115,9 +115,12 @@ class Emulator:
         # An output that the kernel does not write stays NaN and is found.
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.MAMBA2.inputs)
-        params = mamba2_params(inputs, y)
+        num_taken = torch.zeros(1, dtype=torch.int32)
+        params = mamba2_params(inputs, y, num_taken.data_ptr())
         kernel = (self.kernel or "step") if x.shape[1] <= specialization.window else self.prefill
         self._run(specialization, kernel, params, inputs, y)
+        if num_taken.item() != 0:
+            raise EmulationError(f"the counter was left at {num_taken.item()}: the next launch would begin with it")
         return y
 
     def gated_delta_net(self, *, history: int, max_draft_len: int, **tensors: Tensor) -> Tensor:

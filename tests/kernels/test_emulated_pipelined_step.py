@@ -79,9 +79,7 @@ def test_every_shape_class_follows_the_recurrence(
 
 
 @pytest.mark.parametrize("num_multiprocessors", [1, 7, 132])
-def test_a_single_row_is_shared_out_without_its_lengths(
-    num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_heads_of_a_single_row_are_shared_out(num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = at_many_places(MAIN, num_slots=1, seed=4)
     use(monkeypatch, num_multiprocessors)
     for _ in range(5):
@@ -91,10 +89,10 @@ def test_a_single_row_is_shared_out_without_its_lengths(
 
 
 @pytest.mark.parametrize(("num_rows", "num_multiprocessors"), [(40, 13), (40, 132), (700, 5)])
-def test_many_rows_are_guessed_and_shared_out(
+def test_many_rows_are_guessed_and_taken(
     num_rows: int, num_multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the wait lengths are any numbers: prefetches must stay within the tensors. 700: two rows a thread."""
+    """Before the wait lengths are any numbers: prefetches must stay within tensors. Chunks are whole and in parts."""
     driver = at_many_places(FEW_HEADS, num_slots=num_rows, seed=6)
     use(monkeypatch, num_multiprocessors, is_descending=num_rows == 40)
     run_steps(driver, 2 if num_rows > 512 else 5, num_rows // 8)
@@ -116,7 +114,7 @@ def test_a_draft_that_is_not_finite_reaches_no_earlier_output(monkeypatch: pytes
 
 
 @by_case
-def test_results_do_not_depend_on_the_order_of_threads_or_on_the_shares(
+def test_results_do_not_depend_on_the_order_of_threads_or_on_who_takes_a_chunk(
     case: Mamba2Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
@@ -159,29 +157,27 @@ class Fault(NamedTuple):
     found: str = ""
 
 
-WAIT = "  wait_for_previous();\n"
-SHARE = "  const Share share = find_share<Reading::FINAL>(params, shared);\n"
 FAULTS = {
     "a tile is not waited for": Fault("pipeline/outputs.cuh", "    turn.wait(shared);\n    if", "    if", "arrivals"),
-    "weights are not waited for": Fault(
-        "pipeline/outputs.cuh",
-        "ptx::barrier_wait(shared.is_chunk_weighed(chunk_turn.index()), chunk_turn.parity());",
-        "",
-    ),
+    "weights are not waited for": Fault("pipeline/outputs.cuh", "    ptx::barrier_wait(is_weighed, parity);\n", ""),
+    "x is not waited for": Fault("pipeline/outputs.cuh", "    ptx::barrier_wait(is_x_loaded, parity);\n", ""),
     "token rows come unannounced": Fault("pipeline/loader.cuh", "barrier_arrive_after_copies(", "barrier_arrive("),
     "the first phase is waited for": Fault(
-        "pipeline/producer.cuh",
-        "auto stage = Turn<NUM_STAGES>::of_phase_before()",
-        "Turn<NUM_STAGES> stage",
-        "deadlock",
+        "pipeline/producer.cuh", "stage.parity_before()", "stage.parity()", "deadlock"
     ),
     "a buffer is free too early": Fault(
         "pipeline/layout.cuh", "NUM_CONSUMERS + TEAM_WARPS);", "NUM_CONSUMERS);", "phase|deadlock"
     ),
     "a guess leads anywhere": Fault(
-        "pipeline/work.cuh", "    if (slot >= params.num_slots) slot = -1;\n", "", "outside of every tensor"
+        "pipeline/work.cuh", "slot < params.num_slots ? slot : -1", "slot", "outside of every tensor"
     ),
-    "lengths are read too early": Fault("pipelined_step.cu", f"{WAIT}  __syncthreads();\n{SHARE}", SHARE + WAIT),
+    "the kernel before is not waited for": Fault(
+        "pipelined_step.cu", "  wait_for_previous();\n", "", "outside of every tensor|too early"
+    ),
+    "a block draws on after the end": Fault(
+        "pipeline/work.cuh", "is_drawing = index < plan.num_chunks;", "is_drawing = true;", "counter"
+    ),
+    "a chunk is taken twice": Fault("pipeline/work.cuh", "plan.num_chunks - 1));", "plan.num_chunks - 2));", "counter"),
 }
 
 

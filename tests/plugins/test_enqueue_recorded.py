@@ -56,7 +56,7 @@ def strides_of(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-def expected_params(io: PluginIO, call: Call) -> ctypes.Structure:
+def expected_params(io: PluginIO, call: Call, counter: int | None) -> ctypes.Structure:
     """Fill the struct by its fields' names: ``x_stride_token`` is the stride of x along its second axis."""
     axes = {"batch": 0, "slot": 0, "token": 1, "head": 2, "group": 2}
     shapes = {name: shape for name, (shape, _) in call.tensors.items()}
@@ -74,7 +74,9 @@ def expected_params(io: PluginIO, call: Call) -> ctypes.Structure:
     params = PARAMS[io.op_type]()
     value: int | None
     for name, ctype in PARAMS[io.op_type]._fields_:  # type: ignore[misc]
-        if ctype is ctypes.c_void_p:
+        if name == "num_taken":
+            value = counter
+        elif ctype is ctypes.c_void_p:
             value = addresses[name]
         elif "_stride_" in name:
             tensor, _, axis = name.rpartition("_stride_")
@@ -89,9 +91,9 @@ def fields_of(params: ctypes.Structure) -> dict[str, int | None]:
     return {name: getattr(params, name) for name, *_ in params._fields_}
 
 
-def require_params(io: PluginIO, launch: Launch, call: Call) -> None:
+def require_params(io: PluginIO, launch: Launch, call: Call, counter: int | None = None) -> None:
     found = PARAMS[io.op_type].from_buffer_copy(launch.argument)
-    assert fields_of(found) == fields_of(expected_params(io, call))
+    assert fields_of(found) == fields_of(expected_params(io, call, counter))
 
 
 def require_quiet(recording: Recording) -> None:
@@ -206,8 +208,40 @@ def test_a_persistent_kernel_gets_no_more_blocks_than_multiprocessors_or_work() 
         ((NUM_MULTIPROCESSORS, 1, 1), 416),
         ((11, 2, 1), 160),
     ]
+    (allocation,) = recording.named("cuMemAlloc")
+    num_bytes, counter = allocation.split()
+    assert num_bytes == "4"
+    assert recording.named("cuMemsetD32") == [f"{counter} 0 1"]
     for launch, call in zip(launches, calls, strict=True):
-        require_params(MAMBA2, launch, call)
+        require_params(MAMBA2, launch, call, int(counter))
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_a_counter_is_there_before_a_launch_may_be_captured(attach: bool) -> None:
+    """Attached plugins have it from then on; one that is not attached with the first launch; it is freed with it."""
+    image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined())
+    recording = run(scenario(MAMBA2, call_of(MAMBA2), call_of(MAMBA2), image=image, attach=attach))
+    require_quiet(recording)
+    names = [name for name, _ in recording.driver_calls if name.startswith(("cuMem", "cuLaunch"))]
+    assert names == ["cuMemAlloc", "cuMemsetD32", "cuLaunchKernelEx", "cuLaunchKernelEx"]
+
+
+def test_plugins_without_persistent_kernels_have_no_counter() -> None:
+    recording = run(scenario(MAMBA2, call_of(MAMBA2)))
+    require_quiet(recording)
+    assert recording.named("cuMemAlloc") == []
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemsetD32"])
+@pytest.mark.parametrize("attach", [True, False])
+def test_a_counter_that_cannot_be_made_is_named(call: str, attach: bool) -> None:
+    image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined())
+    recording = run(scenario(MAMBA2, call_of(MAMBA2), image=image, failing_call=call, attach=attach))
+    refusal = recording.attach_refusal if attach else recording.refusals[0]
+    assert refusal is not None and f"{call}: CUDA_ERROR_INVALID_VALUE" in refusal
+    assert len(recording.named("cuMemFree")) == len(recording.named("cuMemsetD32"))
+    if not attach:
+        assert recording.launches() == []
 
 
 @pytest.mark.parametrize("name", ["x", "B", "C", "ssm_state", "x_ring", "B_ring"])

@@ -36,8 +36,8 @@ def read(harness: Harness, image: bytes) -> None:
     ("image", "reason"),
     [
         (b"RSSM", "field kernels: found 4 bytes; needed at least 272"),
-        (patched(0, "<B", 0), "that are no kernel image of version 5"),
-        (patched(8, "<I", 1), "that are no kernel image of version 5"),
+        (patched(0, "<B", 0), "that are no kernel image of version 6"),
+        (patched(8, "<I", 1), "that are no kernel image of version 6"),
         (patched(12, "<I", 0), "found 0 entries"),
         (patched(12, "<I", 3), "found 3 entries in 659 bytes; needed 1 or more, all inside"),
         (patched(12, "<I", 0xFFFFFFFF), "found 4294967295 entries"),

@@ -43,10 +43,11 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   }
 }
 
-// An L2 policy for what is read once: first in line for eviction.
-__device__ inline uint64_t streaming_policy() {
+// An L2 policy for what is read once, beside much that is written: it leaves what stands in the cache in its order.
+// Marked to go first it would make the cache write in small pieces, between the reads.
+__device__ inline uint64_t reading_policy() {
   uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 

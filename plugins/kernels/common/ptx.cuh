@@ -132,6 +132,13 @@ __device__ inline int load_from_l2(const int* source) {
   return value;
 }
 
+// The number that stood there, which grows by 1, or from `last` to 0: of all threads that do so each gets another one.
+__device__ inline uint32_t increment_to(uint32_t* counter, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+  return before;
+}
+
 // Wait for the copies that this thread has started. A barrier must follow before other threads read them.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -20,6 +20,7 @@ struct Mamba2Params {
   const int32_t* num_tokens;          // [B]
   const int32_t* slot_ids;            // [B], -1: padding row
   void* y;                   // [B, S, H, P] activation type, out, contiguous
+  uint32_t* num_taken;       // for persistent kernels, whose blocks share work out: 0 before and after each launch
   // Strides in elements.
   int64_t x_stride_batch, x_stride_token, x_stride_head;
   int64_t dt_stride_batch, dt_stride_token;

@@ -11,9 +11,6 @@
 
 namespace replay {
 
-constexpr int HALF_WARP = 16;
-constexpr int HEADS_PER_PASS = 2 * TEAM_WARPS;
-
 struct SuffixSums {
   float from;   // over this row and those after it
   float after;  // over those after it
@@ -30,67 +27,40 @@ __device__ inline SuffixSums suffix_sums(float value) {
   return {value, row == HALF_WARP - 1 ? 0.0f : after};
 }
 
-// scores[t][i] = B_i . C_t for the rows i that the outputs see; the heads of a group share them. Each warp has its own.
-__device__ inline void compute_scores(const RowLengths& lengths, ChunkBuffer buffer, float* scores) {
-  const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
-  const int first = lengths.first(), num_rows = lengths.live() + lengths.num_tokens;
-  float sums[2][4] = {};  // of rows 0 .. 7 and 8 .. 15
-  // Columns may be taken in any order as long as B and C agree: 16 neighbouring bytes serve two products.
+// Scores B_i . C_t of the rows i that the outputs see, which the heads of a group share; in the order of a product's
+// sums, with i down and t across. What stands in rows that are not there, NaN even, stays in its row or column.
+struct Scores {
+  float sums[4];
+
+  __device__ Scores(const RowLengths& lengths, ChunkBuffer buffer) {
+    const int lane = threadIdx.x % WARP_SIZE, part = lane / 8;
+    const int row = min(lengths.first() + lane % 8 + part % 2 * 8, TOKEN_ROWS - 1), token = min(lane % 8, WINDOW - 1);
+    const uint32_t rows = buffer.address + ChunkOffsets::B + row * BC_ROW_BYTES + part / 2 * 16;
+    const uint32_t tokens = buffer.address + ChunkOffsets::C + token * BC_ROW_BYTES + part * 16;
+    float halves[2][4] = {};  // so that products need not wait for each other
 #pragma unroll
-  for (int m = 0; m < 4; ++m) {
-    const int offset = m * 64 + q * 16;
-    Vector16 c{}, b[2] = {};
-    if (g < lengths.num_tokens) c = *reinterpret_cast<const Vector16*>(buffer.C(g) + offset);
-    if (g < num_rows) b[0] = *reinterpret_cast<const Vector16*>(buffer.B(first + g) + offset);
-    if (g + 8 < num_rows) b[1] = *reinterpret_cast<const Vector16*>(buffer.B(first + g + 8) + offset);
+    for (int m = 0; m < D_STATE / 32; ++m) {
+      uint32_t c[4];
+      ptx::load_matrices(c, tokens + m * 64);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint32_t a[4] = {c.words[2 * k], 0, c.words[2 * k + 1], 0};
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ptx::mma_bf16(sums[half], a, b[half].words[2 * k], b[half].words[2 * k + 1]);
+      for (int k = 0; k < 2; ++k) {
+        uint32_t b[4];
+        ptx::load_matrices(b, rows + m * 64 + k * 32);
+        ptx::mma_bf16(halves[k], b, c[2 * k], c[2 * k + 1]);
       }
     }
-  }
-  if (g < WINDOW) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      scores[g * MMA_TOKENS + 8 * half + 2 * q] = sums[half][0];
-      scores[g * MMA_TOKENS + 8 * half + 2 * q + 1] = sums[half][1];
-    }
+    for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
   }
-  __syncwarp();
-}
 
-// The weights of one head's window tokens, in two bfloat16 parts, and what is left of the checkpoint at each token. D
-// is added to a token's weight on its own row. `is_head` is false where the half warp has no head of the chunk.
-// `before` is over the live pending rows; the window's dt are added token by token.
-__device__ inline void weigh_outputs(const RowLengths& lengths, ChunkBuffer buffer, const float* scores, float seen,
-                                     SuffixSums before, float A, float D, int head, bool is_head) {
-  const int row = threadIdx.x % HALF_WARP;
-  float since_checkpoint = __shfl_sync(FULL_WARP, before.from, 0, HALF_WARP);
-  float since_row = row < lengths.live() ? before.after : 0.0f;
-#pragma unroll
-  for (int token = 0; token < WINDOW; ++token) {
-    const int last = lengths.live() + token;
-    const float dt = __shfl_sync(FULL_WARP, seen, last, HALF_WARP);
-    since_checkpoint += dt;
-    if (row < last) since_row += dt;
-    float weight = 0.0f;
-    if (row <= last && token < lengths.num_tokens) {
-      weight = __expf(A * since_row) * seen * scores[token * MMA_TOKENS + row] + (row == last ? D : 0.0f);
-    }
-    const bfloat16 high = from_float<bfloat16>(weight);
-    const bfloat16 low = from_float<bfloat16>(weight - to_float(high));
-    if (is_head) {
-      // The words of q are: high parts of rows 2q, 2q + 1; of rows 2q + 8, 2q + 9; and the same of the low parts.
-      bfloat16* words = reinterpret_cast<bfloat16*>(buffer.weights(head, token) + row % 8 / 2 * 16);
-      words[row / 8 * 2 + row % 2] = high;
-      words[row / 8 * 2 + row % 2 + 4] = low;
-      if (row == 0) buffer.decays(head)[token] = __expf(A * since_checkpoint);
-    }
+  // Of the half warp's lane's row.
+  __device__ float of(int token) const {
+    const int row = threadIdx.x % HALF_WARP, source = row % 8 * 4 + token / 2;
+    const float upper = __shfl_sync(FULL_WARP, sums[token % 2], source);
+    const float lower = __shfl_sync(FULL_WARP, sums[2 + token % 2], source);
+    return row < 8 ? upper : lower;
   }
-}
+};
 
 // dt of a window token, after softplus.
 __device__ inline float window_time(const ChunkTensors& tensors, ChunkBuffer buffer, int head, int token) {
@@ -102,30 +72,73 @@ __device__ inline float window_time(const ChunkTensors& tensors, ChunkBuffer buf
   return softplus(to_float(raw) + buffer.constants(2)[head]);
 }
 
-__device__ inline void weigh_head(const ChunkTensors& tensors, ChunkBuffer buffer, const float* scores, int head,
-                                  bool is_head) {
-  const Chunk& chunk = tensors.chunk;
-  const RowLengths& lengths = chunk.lengths;
-  const int row = threadIdx.x % HALF_WARP;
-  const float A = buffer.constants(0)[head], D = buffer.constants(1)[head];
-  const float pending = row < lengths.pending ? buffer.pending_times(head)[row] : 0.0f;
-  const int token = row - lengths.live();
-  float seen = token < 0 ? pending : 0.0f;
-  if (token >= 0 && token < lengths.num_tokens) {
-    seen = window_time(tensors, buffer, head, token);
-    if (is_head) *tensors.dt_ring(tensors.window_line(token), head) = seen;
+// What a lane knows of one head before the scores: dt of its row among those that the outputs see, and the sums over
+// the pending rows.
+struct HeadTimes {
+  float A, D, pending, seen;  // A for powers of 2
+  SuffixSums sums;
+
+  __device__ HeadTimes(const ChunkTensors& tensors, ChunkBuffer buffer, int head) {
+    const RowLengths& lengths = tensors.chunk.lengths;
+    const int row = threadIdx.x % HALF_WARP, token = row - lengths.live();
+    constexpr float LOG2_E = 1.44269504f;
+    A = buffer.constants(0)[head] * LOG2_E;
+    D = buffer.constants(1)[head];
+    // Read in any case, and then chosen: branches take longer.
+    const float time = window_time(tensors, buffer, head, min(max(token, 0), WINDOW - 1));
+    const float ring_time = buffer.pending_times(head)[min(row, HISTORY - 1)];
+    pending = row < lengths.pending ? ring_time : 0.0f;
+    seen = token < 0 ? pending : token < lengths.num_tokens ? time : 0.0f;
+    sums = suffix_sums(pending);
   }
-  const SuffixSums sums = suffix_sums(pending);
-  const bool is_flush = lengths.is_flush();
-  weigh_outputs(lengths, buffer, scores, seen, is_flush ? SuffixSums{} : sums, A, D, head, is_head);
-  if (is_flush && is_head) {
-    buffer.fold_weights(head)[row] = row < lengths.pending ? __expf(A * sums.after) * pending : 0.0f;
-    if (row == 0) buffer.fold_weights(head)[MMA_TOKENS] = __expf(A * sums.from);
+};
+
+// The weights of one head's window tokens, in two bfloat16 parts, and what is left of the checkpoint at each token. D
+// is added to a token's weight on its own row. `is_head` is false where the half warp has no head of the chunk.
+__device__ inline void weigh_outputs(const RowLengths& lengths, ChunkBuffer buffer, const Scores& scores,
+                                     const HeadTimes& times, int head, bool is_head) {
+  const int row = threadIdx.x % HALF_WARP;
+  // Over the live pending rows; the window's dt are added token by token.
+  const SuffixSums before = lengths.is_flush() ? SuffixSums{} : times.sums;
+  float since_checkpoint = __shfl_sync(FULL_WARP, before.from, 0, HALF_WARP);
+  float since_row = row < lengths.live() ? before.after : 0.0f;
+#pragma unroll
+  for (int token = 0; token < WINDOW; ++token) {
+    const int last = lengths.live() + token;
+    const float dt = __shfl_sync(FULL_WARP, times.seen, last, HALF_WARP);
+    since_checkpoint += dt;
+    since_row += row < last ? dt : 0.0f;
+    const float of_row = ptx::exp2(times.A * since_row) * times.seen * scores.of(token);
+    const float of_token = of_row + (row == last ? times.D : 0.0f);
+    const float weight = row <= last && token < lengths.num_tokens ? of_token : 0.0f;
+    const uint32_t high = pack_bf16(weight, 0.0f), low = pack_bf16(weight - low_bf16(high), 0.0f);
+    const float decay = ptx::exp2(times.A * since_checkpoint);
+    if (is_head) {
+      // The words of q are: high parts of rows 2q, 2q + 1; of rows 2q + 8, 2q + 9; and the same of the low parts.
+      uint16_t* words = reinterpret_cast<uint16_t*>(buffer.weights(head, token) + row % 8 / 2 * 16);
+      words[row / 8 * 2 + row % 2] = static_cast<uint16_t>(high);
+      words[row / 8 * 2 + row % 2 + 4] = static_cast<uint16_t>(low);
+      if (row == 0) buffer.decays(head)[token] = decay;
+    }
   }
 }
 
-// Write the window's x and B rows to their rings: rows that this step does not read (R >= W + T). A group's B rows are
-// written with the group's first head alone.
+__device__ inline void weigh_fold(const RowLengths& lengths, ChunkBuffer buffer, const HeadTimes& times, int head) {
+  const int row = threadIdx.x % HALF_WARP;
+  const float weight = ptx::exp2(times.A * times.sums.after) * times.pending;
+  buffer.fold_weights(head)[row] = row < lengths.pending ? weight : 0.0f;
+  if (row == 0) buffer.fold_weights(head)[MMA_TOKENS] = ptx::exp2(times.A * times.sums.from);
+}
+
+// Write the window's dt to the ring, one lane a token: rows that this step does not read (R >= W + T).
+__device__ inline void append_times(const ChunkTensors& tensors, const HeadTimes& times, int head) {
+  const RowLengths& lengths = tensors.chunk.lengths;
+  const int token = threadIdx.x % HALF_WARP - lengths.live();
+  if (token < 0 || token >= lengths.num_tokens) return;
+  *tensors.dt_ring(tensors.window_line(token), head) = times.seen;
+}
+
+// The same of x and B. A group's B rows are written with the group's first head alone.
 __device__ inline void append_rows(const ChunkTensors& tensors, ChunkBuffer buffer, int warp) {
   const Chunk& chunk = tensors.chunk;
   const int thread = warp * WARP_SIZE + threadIdx.x % WARP_SIZE;
@@ -142,31 +155,38 @@ __device__ inline void append_rows(const ChunkTensors& tensors, ChunkBuffer buff
   }
 }
 
+// One chunk, of which dt is there.
+__device__ inline void weigh_chunk(const ChunkTensors& tensors, const PipelineShared& shared, int warp,
+                                   const Turn<CHUNK_BUFFERS>& turn) {
+  const Chunk& chunk = tensors.chunk;
+  const ChunkBuffer buffer = shared.buffer(turn.index());
+  // A half warp without a head goes along: sums and products need all lanes.
+  const int own_head = warp * 2 + threadIdx.x % WARP_SIZE / HALF_WARP, head = min(own_head, chunk.num_heads - 1);
+  const bool is_head = own_head == head, is_active = chunk.lengths.is_active(), is_flush = chunk.lengths.is_flush();
+  const HeadTimes times(tensors, buffer, head);
+  if (is_active && is_flush && is_head) weigh_fold(chunk.lengths, buffer, times, head);
+  ptx::barrier_wait(shared.is_loaded(BC_LOADER, turn.index()), turn.parity());
+  if (is_active) weigh_outputs(chunk.lengths, buffer, Scores(chunk.lengths, buffer), times, head, is_head);
+  __syncwarp();
+  if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_weighed(turn.index()));
+  if (is_active && is_head) append_times(tensors, times, head);
+}
+
 // Teams of warps take the chunks in turn.
 __device__ inline void weigh(const Mamba2Params& params, const PipelineShared& shared, int weigher) {
-  const bool is_first_lane = threadIdx.x % WARP_SIZE == 0;
-  const int warp = weigher % TEAM_WARPS, half = threadIdx.x % WARP_SIZE / HALF_WARP;
+  const int warp = weigher % TEAM_WARPS;
   Turn<CHUNK_BUFFERS> turn(weigher / TEAM_WARPS);
 #pragma unroll 1
   for (;; turn.advance(COEFFICIENT_TEAMS)) {
+    ptx::barrier_wait(shared.is_loaded(TIMES_LOADER, turn.index()), turn.parity());
     const ChunkBuffer buffer = shared.buffer(turn.index());
-    ptx::barrier_wait(shared.is_chunk_full(turn.index()), turn.parity());
     const Chunk chunk = buffer.chunk();
     if (chunk.num_heads == 0) return;
-    if (chunk.lengths.is_active()) {
-      float* scores = buffer.at<float>(ChunkOffsets::SCORES) + warp * WINDOW * MMA_TOKENS;
-      compute_scores(chunk.lengths, buffer, scores);
-      // For the warp as a whole: the sums need all of its lanes.
-      for (int warp_head = warp * 2; warp_head < chunk.num_heads; warp_head += HEADS_PER_PASS) {
-        const bool is_head = warp_head + half < chunk.num_heads;
-        weigh_head({params, chunk}, buffer, scores, is_head ? warp_head + half : warp_head, is_head);
-      }
-    }
-    __syncwarp();
-    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_weighed(turn.index()));
+    weigh_chunk({params, chunk}, shared, warp, turn);
+    ptx::barrier_wait(shared.is_loaded(X_LOADER, turn.index()), turn.parity());
     if (chunk.lengths.is_active()) append_rows({params, chunk}, buffer, warp);
     __syncwarp();
-    if (is_first_lane) ptx::barrier_arrive(shared.is_chunk_free(turn.index()));
+    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(turn.index()));
   }
 }
 

@@ -30,15 +30,18 @@ constexpr int BC_ROW_BYTES = D_STATE * 2 + ROW_PADDING_BYTES;
 // The weights of one (head, token) as a B operand of mma_bf16: per q four words, high parts then low parts.
 constexpr int WEIGHT_BYTES = 4 * 16;
 constexpr int FOLD_WEIGHTS = MMA_TOKENS + 1;  // one a pending row, then the checkpoint's decay
-// Loader warps: one for B and C, one for x, one for dt and the heads' constants A, D and dt_bias.
-constexpr int NUM_LOADERS = 3, NUM_CONSTANTS = 3;
+// Loader warps, by what each brings: dt and the heads' constants A, D and dt_bias; x; B and C.
+enum Loader : int { TIMES_LOADER, X_LOADER, BC_LOADER, NUM_LOADERS };
+constexpr int NUM_CONSTANTS = 3;
+constexpr int HALF_WARP = 16;  // has one head at a time
 
 static_assert(sizeof(ACTIVATION_TYPE) == 2 && D_STATE == 128, "the fragments are laid out for these");
 static_assert(HISTORY <= MMA_TOKENS && WINDOW <= 8, "pending rows fill one product's depth, tokens its columns");
 static_assert(HEAD_DIM % TILE_ROWS == 0, "tiles cover a head exactly");
 static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0, "chunks do not cross groups");
-static_assert(WARP_SIZE % CHUNK_HEADS == 0, "lanes share heads and tokens out evenly");
+static_assert(CHUNK_HEADS <= 2 * TEAM_WARPS, "a team weighs all heads of a chunk at once");
 static_assert(NUM_STAGES % NUM_CONSUMERS == 0, "a stage has the same warp each time, else waits skip a phase");
+static_assert(CHUNK_HEADS % TAIL_PARTS == 0, "the last chunks are equal parts of whole ones");
 static_assert(CHUNK_BUFFERS >= 2, "a chunk is brought while another is consumed");
 static_assert(BLOCK_THREADS == (NUM_CONSUMERS + NUM_WEIGHERS + NUM_LOADERS + 1) * WARP_SIZE,
               "pipeline_shape.py counts other warps");
@@ -54,7 +57,8 @@ struct RowLengths {
   int first_window_row;   // of the rings: where the window goes
 
   __device__ bool is_flush() const { return needs_flush(pending, 0, HISTORY, MAX_DRAFT_LEN); }
-  __device__ bool is_active() const { return slot >= 0 && (num_tokens > 0 || is_flush()); }
+  // By bits: branches would take longer.
+  __device__ bool is_active() const { return (slot >= 0) & ((num_tokens > 0) | is_flush()); }
   // A checkpoint at position 0 is zero whatever the memory holds.
   __device__ bool has_state() const { return checkpoint > 0; }
   __device__ bool is_state_read() const { return is_active() && has_state(); }
@@ -64,7 +68,7 @@ struct RowLengths {
   __device__ int live() const { return is_flush() ? 0 : pending; }
 };
 
-// Written to its buffer by a loader warp, read by everybody after it.
+// Written to its buffer by the loader warp that took it, read by everybody else.
 struct Chunk {
   RowLengths lengths;
   int row;  // of the step
@@ -80,8 +84,7 @@ struct ChunkOffsets {
   static constexpr int X = 0;
   static constexpr int B = X + TOKEN_ROWS * X_ROW_BYTES;
   static constexpr int C = B + TOKEN_ROWS * BC_ROW_BYTES;
-  static constexpr int SCORES = C + WINDOW * BC_ROW_BYTES;
-  static constexpr int WEIGHTS = SCORES + TEAM_WARPS * WINDOW * MMA_TOKENS * 4;
+  static constexpr int WEIGHTS = C + WINDOW * BC_ROW_BYTES;
   static constexpr int TIMES = WEIGHTS + CHUNK_HEADS * WINDOW * WEIGHT_BYTES;
   static constexpr int RAW_TIMES = TIMES + CHUNK_HEADS * HISTORY * 4;
   static constexpr int CONSTANTS = RAW_TIMES + CHUNK_HEADS * WINDOW * 4;
@@ -117,17 +120,15 @@ struct ChunkBuffer {
   __device__ unsigned char* C(int token) const { return base + ChunkOffsets::C + token * BC_ROW_BYTES; }
 };
 
-// The dynamic shared memory: NUM_STAGES tiles, CHUNK_BUFFERS chunk buffers, the barriers, the block's share.
+// The dynamic shared memory: NUM_STAGES tiles, CHUNK_BUFFERS chunk buffers, the barriers.
 struct PipelineShared {
   unsigned char* base;
   uint32_t address;
 
   static constexpr int BUFFERS = NUM_STAGES * TILE_BYTES;
   static constexpr int BARRIERS = BUFFERS + CHUNK_BUFFERS * ChunkOffsets::BYTES;
-  static constexpr int NUM_BARRIERS = 2 * NUM_STAGES + 3 * CHUNK_BUFFERS;
-  static constexpr int SHARE = BARRIERS + 8 * NUM_BARRIERS;
-  static constexpr int SHARE_BYTES = 16 + BLOCK_THREADS / WARP_SIZE * 4;
-  static constexpr int BYTES = (SHARE + SHARE_BYTES + 15) / 16 * 16;
+  static constexpr int NUM_BARRIERS = 2 * NUM_STAGES + (3 + NUM_LOADERS) * CHUNK_BUFFERS;
+  static constexpr int BYTES = (BARRIERS + 8 * NUM_BARRIERS + 15) / 16 * 16;
 
   __device__ explicit PipelineShared(void* memory)
       : base(static_cast<unsigned char*>(memory)), address(ptx::shared_address(memory)) {}
@@ -139,10 +140,12 @@ struct PipelineShared {
   __device__ uint32_t barrier(int index) const { return address + BARRIERS + 8 * index; }
   __device__ uint32_t is_stage_full(int stage) const { return barrier(stage); }
   __device__ uint32_t is_stage_free(int stage) const { return barrier(NUM_STAGES + stage); }
-  // The token rows and the description of the chunk are there; its weights are too; everybody is through with it.
-  __device__ uint32_t is_chunk_full(int buffer) const { return barrier(2 * NUM_STAGES + buffer); }
-  __device__ uint32_t is_chunk_weighed(int buffer) const { return barrier(2 * NUM_STAGES + CHUNK_BUFFERS + buffer); }
-  __device__ uint32_t is_chunk_free(int buffer) const { return barrier(2 * NUM_STAGES + 2 * CHUNK_BUFFERS + buffer); }
+  // The description of the chunk is there; what a loader brings is too; its weights are; everybody is through with it.
+  // Of those who then free it some must have waited for each loader: none may fall a chunk buffer's turn behind.
+  __device__ uint32_t is_chunk_known(int buffer) const { return chunk_barrier(0, buffer); }
+  __device__ uint32_t is_chunk_weighed(int buffer) const { return chunk_barrier(1, buffer); }
+  __device__ uint32_t is_chunk_free(int buffer) const { return chunk_barrier(2, buffer); }
+  __device__ uint32_t is_loaded(Loader loader, int buffer) const { return chunk_barrier(3 + loader, buffer); }
 
   __device__ void init_barriers() const {
     for (int stage = 0; stage < NUM_STAGES; ++stage) {
@@ -150,12 +153,20 @@ struct PipelineShared {
       ptx::barrier_init(is_stage_free(stage), 1);
     }
     for (int buffer = 0; buffer < CHUNK_BUFFERS; ++buffer) {
-      // Each lane of the loader warps when its copies have come, and the warps when all else is written.
-      ptx::barrier_init(is_chunk_full(buffer), NUM_LOADERS * (WARP_SIZE + 1));
+      ptx::barrier_init(is_chunk_known(buffer), 1);
+      // Each lane of a loader warp when its copies have come.
+      for (int loader = 0; loader < NUM_LOADERS; ++loader) {
+        ptx::barrier_init(is_loaded(static_cast<Loader>(loader), buffer), WARP_SIZE);
+      }
       ptx::barrier_init(is_chunk_weighed(buffer), TEAM_WARPS);
       ptx::barrier_init(is_chunk_free(buffer), NUM_CONSUMERS + TEAM_WARPS);
     }
     ptx::fence_barrier_init();
+  }
+
+ private:
+  __device__ uint32_t chunk_barrier(int kind, int buffer) const {
+    return barrier(2 * NUM_STAGES + kind * CHUNK_BUFFERS + buffer);
   }
 };
 
@@ -167,11 +178,10 @@ struct Turn {
   int place;  // in two rounds
 
   __device__ explicit Turn(int first = 0) : place(first) {}
-  // For who waits until a place is free, as all places are at first: the phase before.
-  __device__ static Turn of_phase_before() { return Turn(PERIOD); }
-
   __device__ int index() const { return place < PERIOD ? place : place - PERIOD; }
   __device__ uint32_t parity() const { return place < PERIOD ? 0 : 1; }
+  // For who waits until a place is free, as all places are at first: of the phase before.
+  __device__ uint32_t parity_before() const { return place < PERIOD ? 1 : 0; }
   // By at most PERIOD.
   __device__ void advance(int steps) {
     place += steps;

@@ -1,7 +1,7 @@
 // The consumer warps: per tile, fold if it is due, and the outputs of its channels.
 //
 // y_t = decay_t S C_t + sum over the rows j that token t sees of weight_{j,t} x_j, with D x_t in the weight of the
-// token's own row. The second part is computed first, while the tile may still be on its way.
+// token's own row.
 #pragma once
 #include "mamba2/pipeline/fold.cuh"
 
@@ -22,8 +22,8 @@ struct TileRows {
     return *reinterpret_cast<const Vector16*>(staged + 8 * STATE_ROW_BYTES + m * VECTOR_STRIDE_BYTES);
   }
   __device__ void store(int m, const Vector16& upper, const Vector16& lower) const {
-    ptx::store_streaming(memory + m * VECTOR_STRIDE_BYTES, upper);
-    ptx::store_streaming(memory + 8 * STATE_ROW_BYTES + m * VECTOR_STRIDE_BYTES, lower);
+    ptx::store(reinterpret_cast<Vector16*>(memory + m * VECTOR_STRIDE_BYTES), upper);
+    ptx::store(reinterpret_cast<Vector16*>(memory + 8 * STATE_ROW_BYTES + m * VECTOR_STRIDE_BYTES), lower);
   }
 };
 
@@ -137,6 +137,7 @@ struct ConsumerTurn {
   int tile;  // of the chunk
   Turn<NUM_STAGES> stage;
 
+  __device__ bool is_first_of_chunk() const { return tile < NUM_CONSUMERS; }
   __device__ void wait(const PipelineShared& shared) const {
     ptx::barrier_wait(shared.is_stage_full(stage.index()), stage.parity());
   }
@@ -151,8 +152,19 @@ struct ConsumerTurn {
   }
 };
 
+// What a consumer waits for after B and C.
+struct ChunkWait {
+  uint32_t is_weighed, is_x_loaded, parity;
+
+  __device__ void wait() const {
+    ptx::barrier_wait(is_x_loaded, parity);
+    ptx::barrier_wait(is_weighed, parity);
+  }
+};
+
+// The state is multiplied first, while x may still be on its way and the weights are made.
 __device__ inline void consume_tiles(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
-                                     ConsumerTurn& turn) {
+                                     const ChunkWait& rest, ConsumerTurn& turn) {
   const RowLengths& lengths = tensors.chunk.lengths;
   const bool is_state_read = lengths.is_state_read();
   const WindowC C(buffer, lengths.num_tokens);
@@ -160,12 +172,13 @@ __device__ inline void consume_tiles(const ChunkTensors& tensors, const Pipeline
 #pragma unroll 1
   for (; turn.tile < tensors.chunk.num_tiles(); turn.next()) {
     const int channel = turn.tile * TILE_ROWS;  // of the chunk's rows of x
-    const HeadWeights weights(buffer, turn.tile / TILES_PER_HEAD);
     float rows[4] = {}, state[2][4] = {};
-    if (lengths.is_active()) multiply_seen_rows(buffer, 0, lengths.pending, lengths.num_tokens, weights, channel, rows);
     turn.wait(shared);
     if (is_state_read) multiply_tile(TileRows(tensors, shared, turn.tile, turn.stage.index()), C, state);
     turn.release(shared);
+    if (turn.is_first_of_chunk()) rest.wait();
+    const HeadWeights weights(buffer, turn.tile / TILES_PER_HEAD);
+    if (lengths.is_active()) multiply_seen_rows(buffer, 0, lengths.pending, lengths.num_tokens, weights, channel, rows);
     output.store(channel, state, rows, weights.decays);
   }
 }
@@ -199,16 +212,17 @@ __device__ inline void consume(const Mamba2Params& params, const PipelineShared&
 #pragma unroll 1
   for (;; chunk_turn.advance(1)) {
     const ChunkBuffer buffer = shared.buffer(chunk_turn.index());
-    // Both: what the copies brought is known to be there only to those who waited for the copies.
-    ptx::barrier_wait(shared.is_chunk_full(chunk_turn.index()), chunk_turn.parity());
+    ptx::barrier_wait(shared.is_loaded(BC_LOADER, chunk_turn.index()), chunk_turn.parity());
     const Chunk& chunk = buffer.chunk();  // where it stands: registers are few
     if (chunk.num_heads == 0) return;
-    ptx::barrier_wait(shared.is_chunk_weighed(chunk_turn.index()), chunk_turn.parity());
+    const ChunkWait rest{shared.is_chunk_weighed(chunk_turn.index()), shared.is_loaded(X_LOADER, chunk_turn.index()),
+                         chunk_turn.parity()};
     const ChunkTensors tensors{params, chunk};
     if (chunk.lengths.is_active() && chunk.lengths.is_flush()) {
+      rest.wait();
       fold_tiles(tensors, shared, buffer, turn);
     } else {
-      consume_tiles(tensors, shared, buffer, turn);
+      consume_tiles(tensors, shared, buffer, rest, turn);
     }
     turn.tile -= chunk.num_tiles();
     __syncwarp();

@@ -2,46 +2,71 @@
 //
 // Tiles go by bulk copies, which need no registers and no thread that waits for them.
 #pragma once
-#include "common/dependent_launch.cuh"
 #include "mamba2/pipeline/work.cuh"
 
 namespace replay {
 
-// Bring what the stages will hold at first to the cache.
-__device__ inline void prefetch_tiles(const Mamba2Params& params, ChunkWalk<Reading::GUESS> walk) {
-#pragma unroll 1
-  for (int num_tiles = 0; num_tiles < NUM_STAGES;) {
-    const Chunk chunk = walk.next();
-    if (chunk.num_heads == 0) return;
-    if (chunk.lengths.is_state_read()) {
-      ptx::prefetch_bulk(ChunkTensors{params, chunk}.state(), chunk.num_tiles() * TILE_BYTES);
-    }
-    num_tiles += chunk.num_tiles();
+__device__ inline void prefetch_lines(const void* source, int bytes) {
+  for (int offset = 0; offset < bytes; offset += 128) {
+    ptx::prefetch_line(static_cast<const unsigned char*>(source) + offset);
   }
 }
 
-// A tile that is not needed passes through its stage empty. When the last one is under way the next kernel may start:
-// it prepares itself while this one finishes.
-__device__ inline void produce(const Mamba2Params& params, const Share& share, const PipelineShared& shared) {
-  const uint64_t policy = ptx::streaming_policy();
-  ChunkWalk<Reading::FINAL> walk(params, share);
-  auto stage = Turn<NUM_STAGES>::of_phase_before();
-  for (Chunk chunk = walk.next(); chunk.num_heads > 0; chunk = walk.next()) {
+// Bring a chunk's token rows to the cache, a lane each.
+__device__ inline void prefetch_rows(const ChunkTensors& tensors) {
+  const Chunk& chunk = tensors.chunk;
+  const int lane = threadIdx.x % WARP_SIZE, token = lane - chunk.lengths.pending;
+  if (token >= chunk.lengths.num_tokens) return;
+  const int x_bytes = chunk.num_heads * HEAD_DIM * 2;
+  if (token < 0) {
+    const int line = tensors.pending_line(lane);
+    ptx::prefetch_line(tensors.dt_ring(line, 0));
+    prefetch_lines(tensors.B_ring(line), D_STATE * 2);
+    ptx::prefetch_bulk(tensors.x_ring(line), x_bytes);
+  } else {
+    ptx::prefetch_line(tensors.raw_dt(token, 0));
+    prefetch_lines(tensors.B(token), D_STATE * 2);
+    prefetch_lines(tensors.C(token), D_STATE * 2);
+    ptx::prefetch_bulk(tensors.x(token), x_bytes);
+  }
+}
+
+// The producer's warp, while the kernel before this one may still run: bring the block's first chunk to the cache, by a
+// guess of the lengths; token rows first, behind the tiles they would come late.
+__device__ inline void prefetch_first_chunk(const Mamba2Params& params) {
+  const ChunkPlan plan(params);
+  const RawLengths guess = RawLengths::read<Reading::GUESS>(params, plan.row_of(blockIdx.x));
+  const Chunk chunk = plan.at(blockIdx.x, guess.clamped(params));
+  if (!chunk.lengths.is_active()) return;
+  const ChunkTensors tensors{params, chunk};
+  prefetch_rows(tensors);
+  __syncwarp();
+  if (threadIdx.x % WARP_SIZE == 0 && chunk.lengths.has_state()) {
+    ptx::prefetch_bulk(tensors.state(), chunk.num_tiles() * TILE_BYTES);
+  }
+}
+
+// Tiles that are not needed pass through their stages empty.
+__device__ inline void produce(const Mamba2Params& params, const PipelineShared& shared) {
+  const uint64_t policy = ptx::reading_policy();
+  Turn<NUM_STAGES> stage;
+#pragma unroll 1
+  for (Turn<CHUNK_BUFFERS> turn;; turn.advance(1)) {
+    ptx::barrier_wait(shared.is_chunk_known(turn.index()), turn.parity());
+    const Chunk chunk = shared.buffer(turn.index()).chunk();
+    if (chunk.num_heads == 0) return;
     const unsigned char* state = reinterpret_cast<const unsigned char*>(ChunkTensors{params, chunk}.state());
-    const int num_bytes = chunk.lengths.is_state_read() ? TILE_BYTES : 0;
+    const bool is_read = chunk.lengths.is_state_read();
 #pragma unroll 1
     for (int tile = chunk.num_tiles(); tile > 0; --tile) {
       const uint32_t is_full = shared.is_stage_full(stage.index());
-      ptx::barrier_wait(shared.is_stage_free(stage.index()), stage.parity());
-      ptx::barrier_expect(is_full, num_bytes);
-      if (num_bytes > 0) {
-        ptx::copy_bulk(shared.address + stage.index() * TILE_BYTES, state, TILE_BYTES, is_full, policy);
-      }
+      ptx::barrier_wait(shared.is_stage_free(stage.index()), stage.parity_before());
+      ptx::barrier_expect(is_full, is_read ? TILE_BYTES : 0);
+      if (is_read) ptx::copy_bulk(shared.address + stage.index() * TILE_BYTES, state, TILE_BYTES, is_full, policy);
       state += TILE_BYTES;
       stage.advance(1);
     }
   }
-  let_next_start();
 }
 
 }  // namespace replay

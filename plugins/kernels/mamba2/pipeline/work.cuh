@@ -1,8 +1,9 @@
 // Which heads a thread block works on, in which chunks, and where a chunk's tensors are.
 //
-// All heads of all rows stand in one line, each as long as the bytes that it must move: a flush writes what others only
-// read, a row without a checkpoint reads none. The thread blocks cut the line into equal parts.
+// Chunks are taken by thread blocks as they come to them. Equal shares would end far apart: a flush writes what others
+// only read, a row without a checkpoint reads none, and multiprocessors do not all get the same part of the bandwidth.
 #pragma once
+#include "common/dependent_launch.cuh"
 #include "mamba2/pipeline/layout.cuh"
 
 namespace replay {
@@ -10,167 +11,113 @@ namespace replay {
 // When lengths are read: after wait_for_previous(), or before it as a guess of what they will be.
 enum class Reading { FINAL, GUESS };
 
-template <Reading READING>
-__device__ inline RowLengths read_lengths(const Mamba2Params& params, int row) {
+// Lengths and slot of one row as they stand in memory.
+struct RawLengths {
   int slot, past, checkpoint, num_tokens;
-  if constexpr (READING == Reading::FINAL) {
-    slot = params.slot_ids[row];
-    past = params.past_lengths[row];
-    checkpoint = params.checkpoint_lengths[row];
-    num_tokens = params.num_tokens[row];
-  } else {
-    slot = ptx::load_from_l2(params.slot_ids + row);
-    past = ptx::load_from_l2(params.past_lengths + row);
-    checkpoint = ptx::load_from_l2(params.checkpoint_lengths + row);
-    num_tokens = ptx::load_from_l2(params.num_tokens + row);
-    if (slot >= params.num_slots) slot = -1;
+
+  template <Reading READING>
+  __device__ static RawLengths read(const Mamba2Params& params, int row) {
+    if constexpr (READING == Reading::FINAL) {
+      return {params.slot_ids[row], params.past_lengths[row], params.checkpoint_lengths[row], params.num_tokens[row]};
+    }
+    const int slot = ptx::load_from_l2(params.slot_ids + row);
+    return {slot < params.num_slots ? slot : -1, ptx::load_from_l2(params.past_lengths + row),
+            ptx::load_from_l2(params.checkpoint_lengths + row), ptx::load_from_l2(params.num_tokens + row)};
   }
-  RowLengths lengths;
-  lengths.slot = slot;
-  lengths.checkpoint = max(0, checkpoint);
-  lengths.pending = max(0, min(past - checkpoint, HISTORY));
-  lengths.num_tokens = slot < 0 ? 0 : max(0, min(num_tokens, min(params.seq_len, WINDOW)));
-  lengths.first_pending_row = ring_row(max(0, checkpoint), params.ring_rows);
-  lengths.first_window_row = ring_row(max(0, past), params.ring_rows);
-  return lengths;
-}
 
-// All threads: bring the lengths, which everything waits for, to the cache.
-__device__ inline void prefetch_lengths(const Mamba2Params& params) {
-  constexpr int ROWS = 128 / static_cast<int>(sizeof(int32_t));
-  for (int row = threadIdx.x * ROWS; row < params.num_rows; row += BLOCK_THREADS * ROWS) {
-    ptx::prefetch_line(params.slot_ids + row);
-    ptx::prefetch_line(params.past_lengths + row);
-    ptx::prefetch_line(params.checkpoint_lengths + row);
-    ptx::prefetch_line(params.num_tokens + row);
+  __device__ RowLengths clamped(const Mamba2Params& params) const {
+    RowLengths lengths;
+    lengths.slot = slot;
+    lengths.checkpoint = max(0, checkpoint);
+    lengths.pending = max(0, min(past - checkpoint, HISTORY));
+    lengths.num_tokens = slot < 0 ? 0 : max(0, min(num_tokens, min(params.seq_len, WINDOW)));
+    lengths.first_pending_row = ring_row(max(0, checkpoint), params.ring_rows);
+    lengths.first_window_row = ring_row(max(0, past), params.ring_rows);
+    return lengths;
   }
-}
-
-// The length of one head in the line, in rows of x; at least 1, for outputs are written in any case.
-__device__ inline int cost_of_head(const Mamba2Params& params, const RowLengths& lengths) {
-  constexpr int STATE_COST = D_STATE * static_cast<int>(sizeof(STATE_TYPE) / sizeof(ACTIVATION_TYPE));
-  if (!lengths.is_active() || params.num_rows == 1) return 1;
-  // Of the window: x read, its ring row and y written.
-  const int rows = lengths.pending + 3 * lengths.num_tokens + 1;
-  return rows + (lengths.has_state() ? STATE_COST : 0) + (lengths.is_flush() ? STATE_COST * FLUSH_PERCENT / 100 : 0);
-}
-
-// A thread block's part of the line: the heads that begin in it.
-struct Share {
-  int64_t begin, end;
-  int row;            // where `begin` is
-  int64_t row_begin;  // of that row
 };
 
-// Neighbours compute a border that they share alike: in fractions of 2^-32, which need no 64-bit division.
-__device__ inline Share part_of_line(int64_t length, int row, int64_t row_begin) {
-  const uint64_t part = 0xffffffffu / gridDim.x;
-  const auto border = [=](unsigned block) {
-    return block == gridDim.x ? length : static_cast<int64_t>(__umul64hi(length, part * block << 32));
-  };
-  return {border(blockIdx.x), border(blockIdx.x + 1), row, row_begin};
-}
+// How the heads of all rows are cut into chunks, by their number: whole chunks first, then, for thread blocks to end at
+// about the same time, some of a TAIL_PARTS-th. Where whole ones are fewer than the blocks all are as small as it takes
+// to give each block one. The first gridDim.x chunks are the blocks' own; the others are taken as blocks come to them.
+struct ChunkPlan {
+  int num_whole, small_heads, num_chunks;
 
-// All threads of the block: one part of the rows each, then a sum over them. The heads of a single row are as long as
-// each other; nothing needs to be read for that.
-template <Reading READING>
-__device__ inline Share find_share(const Mamba2Params& params, const PipelineShared& shared) {
-  if (params.num_rows == 1) return part_of_line(N_HEADS, 0, 0);
-  constexpr int NUM_WARPS = BLOCK_THREADS / WARP_SIZE;
-  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-  int64_t* found = reinterpret_cast<int64_t*>(shared.base + PipelineShared::SHARE);
-  int* warp_costs = reinterpret_cast<int*>(found + 2);
-  const int rows_per_thread = (params.num_rows + BLOCK_THREADS - 1) / BLOCK_THREADS;
-  const int first = min(static_cast<int>(threadIdx.x) * rows_per_thread, params.num_rows);
-  const int last = min(first + rows_per_thread, params.num_rows);
-  int cost = 0;
-#pragma unroll 1
-  for (int row = first; row < last; ++row) cost += cost_of_head(params, read_lengths<READING>(params, row));
-
-  int up_to = cost;  // of this thread's rows and those before them
-#pragma unroll
-  for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
-    const int other = __shfl_up_sync(FULL_WARP, up_to, offset);
-    if (lane >= offset) up_to += other;
-  }
-  if (lane == WARP_SIZE - 1) warp_costs[warp] = up_to;
-  __syncthreads();
-  int before = up_to - cost, all = 0;
-#pragma unroll
-  for (int i = 0; i < NUM_WARPS; ++i) {
-    if (i < warp) before += warp_costs[i];
-    all += warp_costs[i];
-  }
-  Share share = part_of_line(static_cast<int64_t>(all) * N_HEADS, 0, 0);
-  int64_t row_begin = static_cast<int64_t>(before) * N_HEADS;
-  if (row_begin <= share.begin && share.begin < row_begin + static_cast<int64_t>(cost) * N_HEADS) {
-    int row = first;
-    while (row + 1 < last) {
-      const int row_cost = cost_of_head(params, read_lengths<READING>(params, row));
-      const int64_t next = row_begin + static_cast<int64_t>(row_cost) * N_HEADS;
-      if (share.begin < next) break;
-      row_begin = next;
-      ++row;
+  __device__ explicit ChunkPlan(const Mamba2Params& params) {
+    const int num_heads = params.num_rows * N_HEADS, num_blocks = gridDim.x;
+    const int most_whole = num_heads / CHUNK_HEADS;
+    if (most_whole >= num_blocks) {
+      num_whole = max(num_blocks, most_whole - TAIL_CHUNKS * num_blocks);
+      small_heads = CHUNK_HEADS / TAIL_PARTS;
+    } else {
+      num_whole = 0;
+      small_heads = CHUNK_HEADS;
+      while (small_heads * num_blocks > num_heads) small_heads /= 2;
     }
-    found[0] = row_begin;
-    found[1] = row;
-  }
-  __syncthreads();
-  share.row_begin = found[0];
-  share.row = static_cast<int>(found[1]);
-  return share;
-}
-
-// The chunks of a share, one after the other. Each warp that walks does so by itself, to the same chunks.
-template <Reading READING>
-class ChunkWalk {
- public:
-  __device__ ChunkWalk(const Mamba2Params& params, const Share& share)
-      : params(params), end(share.end), row_begin(share.row_begin), row(share.row) {
-    enter_row(share.begin);
+    num_chunks = num_whole + (num_heads - num_whole * CHUNK_HEADS) / small_heads;
   }
 
-  // What is left, of the row it is in.
-  __device__ Chunk rest_of_row() const { return {lengths, row, head, last_head - head}; }
-  __device__ int last_head_of_row() const { return last_head; }
+  __device__ int row_of(int index) const { return first_head_of(index) / N_HEADS; }
 
-  // The next chunk; its num_heads is 0 after the last one.
-  __device__ Chunk next() {
-    while (head >= last_head && row_end() < end && row + 1 < params.num_rows) {
-      row_begin = row_end();
-      ++row;
-      enter_row(row_begin);
-    }
+  __device__ Chunk at(int index, const RowLengths& lengths) const {
     Chunk chunk;
     chunk.lengths = lengths;
-    chunk.row = row;
-    chunk.first_head = head;
-    // Ends where chunks from the row's first head on would end.
-    chunk.num_heads = max(0, min(CHUNK_HEADS - head % CHUNK_HEADS, last_head - head));
-    head += chunk.num_heads;
+    chunk.row = row_of(index);
+    chunk.first_head = first_head_of(index) % N_HEADS;
+    chunk.num_heads = index < num_whole ? CHUNK_HEADS : small_heads;
     return chunk;
   }
 
  private:
-  const Mamba2Params& params;
-  int64_t end, row_begin;
-  int row, head, last_head, cost;
-  RowLengths lengths;
+  // In the line of all rows' heads.
+  __device__ int first_head_of(int index) const {
+    const int whole = min(index, num_whole);
+    return whole * CHUNK_HEADS + (index - whole) * small_heads;
+  }
+};
 
-  __device__ int64_t row_end() const { return row_begin + static_cast<int64_t>(cost) * N_HEADS; }
-
-  __device__ void enter_row(int64_t begin) {
-    lengths = read_lengths<READING>(params, row);
-    cost = cost_of_head(params, lengths);
-    head = heads_before(begin);
-    last_head = heads_before(end);
+// The chunks of a thread block, for the one warp that takes them. They are drawn two ahead, and lengths are read one
+// ahead: both take long behind the tiles that are on their way. Blocks draw until they draw a chunk that is not there,
+// num_chunks draws in all, which take params.num_taken round to 0 again. When there is nothing left to draw the next
+// kernel may start: it prepares itself while this one finishes.
+class ChunkTaker {
+ public:
+  __device__ explicit ChunkTaker(const Mamba2Params& params)
+      : params(params), plan(params), index(blockIdx.x), is_drawing(plan.num_chunks > static_cast<int>(gridDim.x)) {
+    raw = RawLengths::read<Reading::FINAL>(params, plan.row_of(index));
+    draw_or_end();
   }
 
-  // Heads of the row that begin before a place in the line.
-  __device__ int heads_before(int64_t place) const {
-    const int64_t distance = place - row_begin;
-    if (distance >= static_cast<int64_t>(cost) * N_HEADS) return N_HEADS;
-    return (static_cast<int>(distance) + cost - 1) / cost;
+  // Its num_heads is 0 after the last one.
+  __device__ Chunk chunk() const {
+    if (index >= plan.num_chunks) return {{}, 0, 0, 0};
+    return plan.at(index, raw.clamped(params));
+  }
+
+  __device__ void advance() {
+    if (!is_drawing) {
+      index = plan.num_chunks;
+      return;
+    }
+    index = static_cast<int>(gridDim.x) + __shfl_sync(FULL_WARP, drawn, 0);
+    is_drawing = index < plan.num_chunks;
+    if (is_drawing) raw = RawLengths::read<Reading::FINAL>(params, plan.row_of(index));
+    draw_or_end();
+  }
+
+ private:
+  const Mamba2Params& params;
+  const ChunkPlan plan;
+  int index, drawn = 0;
+  bool is_drawing;
+  RawLengths raw;
+
+  __device__ void draw_or_end() {
+    if (!is_drawing) {
+      let_next_start();
+    } else if (threadIdx.x % WARP_SIZE == 0) {
+      drawn = static_cast<int>(ptx::increment_to(params.num_taken, plan.num_chunks - 1));
+    }
   }
 };
 

@@ -21,7 +21,7 @@ inline void barrier_arrive_after_copies(uint32_t barrier) {
 
 inline void barrier_wait(uint32_t barrier, uint32_t parity) { emulator::wait_for_phase(barrier, parity); }
 
-inline uint64_t streaming_policy() { return 0; }
+inline uint64_t reading_policy() { return 0; }
 
 inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier, uint64_t) {
   if (bytes == 0 || bytes % 16 != 0) emulator::fail("a bulk copy that is not of whole pieces of 16 bytes");

@@ -66,6 +66,12 @@ inline void prefetch_line(const void* source) { emulator::check_region(source, 1
 
 inline int load_from_l2(const int* source) { return *source; }
 
+inline uint32_t increment_to(uint32_t* counter, uint32_t last) {
+  const uint32_t before = *counter;
+  *counter = before >= last ? 0 : before + 1;
+  return before;
+}
+
 // A shared address is the distance from the start of shared memory, which is aligned.
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulator::shared_base);
