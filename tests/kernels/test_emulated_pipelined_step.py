@@ -131,6 +131,27 @@ def test_results_do_not_depend_on_the_order_of_threads_or_on_who_takes_a_chunk(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("case", [MAIN, FEW_HEADS, BY_NAME["P48-T2-W8"]], ids=lambda case: case.name)
+def test_positions_up_to_the_largest_number_wrap_like_small_ones(
+    case: Mamba2Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, 3)
+    generator = torch.Generator().manual_seed(0)
+    driver = Mamba2Driver(case, num_slots=1, seed=9)
+    start = {name: torch.rand(pool.shape, generator=generator).to(pool.dtype) for name, pool in driver.pools.items()}
+    window = driver.make_window([case.window], case.window)
+    farthest = (np.iinfo(np.int32).max - case.history - 2 * case.ring_rows) // case.ring_rows * case.ring_rows
+    results = []
+    for turn in (case.ring_rows, 12345678 * case.ring_rows, farthest):
+        for name, pool in driver.pools.items():
+            pool.copy_(start[name])
+        driver.past, driver.checkpoint = [turn + case.ring_rows - 2 + case.history // 2], [turn + case.ring_rows - 2]
+        y = driver.call([Row(0, case.window, 0)], window)
+        results.append([bits(y), *(bits(pool) for pool in driver.pools.values())])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 @pytest.mark.parametrize("num_rows", [2, 40])
 def test_lengths_that_break_the_protocol_stay_within_the_pools(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, 5)

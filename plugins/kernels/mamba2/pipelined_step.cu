@@ -19,16 +19,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   const PipelineShared shared(shared_memory);
   const int warp = threadIdx.x / WARP_SIZE, loader = warp - (NUM_CONSUMERS + NUM_WEIGHERS);
   const bool is_producer = loader == NUM_LOADERS && threadIdx.x % WARP_SIZE == 0;
+  const ChunkPlan plan(params);
   if (threadIdx.x == 0) shared.init_barriers();
-  if (loader == NUM_LOADERS) prefetch_first_chunk(params);
-  wait_for_previous();
   __syncthreads();
+  // Nobody else waits for it.
+  if (loader == NUM_LOADERS) prefetch_first_chunk(params, plan);
+  wait_for_previous();
   if (warp < NUM_CONSUMERS) {
     consume(params, shared, warp);
   } else if (loader < 0) {
     weigh(params, shared, warp - NUM_CONSUMERS);
   } else if (loader == TIMES_LOADER) {
-    take_chunks(params, shared);
+    take_chunks(params, shared, plan);
   } else if (loader < NUM_LOADERS) {
     follow_chunks(params, shared, static_cast<Loader>(loader));
   } else if (is_producer) {

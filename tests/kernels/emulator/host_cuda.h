@@ -40,9 +40,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline float __expf(float x) { return std::exp(x); }
-inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
-  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
-}
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
 
 // The bytes of two words, low first, in the order that four digits name.
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t order) {

@@ -114,8 +114,8 @@ __device__ inline void load_chunk(const Mamba2Params& params, const PipelineShar
 }
 
 // The loader with the least to bring takes the chunks, for all. Each team of coefficient warps must see an end.
-__device__ inline void take_chunks(const Mamba2Params& params, const PipelineShared& shared) {
-  ChunkTaker taker(params);
+__device__ inline void take_chunks(const Mamba2Params& params, const PipelineShared& shared, const ChunkPlan& plan) {
+  ChunkTaker taker(params, plan);
   Turn<CHUNK_BUFFERS> turn;
 #pragma unroll 1
   for (int num_ends = 0; num_ends < COEFFICIENT_TEAMS; turn.advance(1)) {

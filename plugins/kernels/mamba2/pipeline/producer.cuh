@@ -33,10 +33,9 @@ __device__ inline void prefetch_rows(const ChunkTensors& tensors) {
 
 // The producer's warp, while the kernel before this one may still run: bring the block's first chunk to the cache, by a
 // guess of the lengths; token rows first, behind the tiles they would come late.
-__device__ inline void prefetch_first_chunk(const Mamba2Params& params) {
-  const ChunkPlan plan(params);
+__device__ inline void prefetch_first_chunk(const Mamba2Params& params, const ChunkPlan& plan) {
   const RawLengths guess = RawLengths::read<Reading::GUESS>(params, plan.row_of(blockIdx.x));
-  const Chunk chunk = plan.at(blockIdx.x, guess.clamped(params));
+  const Chunk chunk = plan.at(blockIdx.x, guess.clamped(params, plan.ring));
   if (!chunk.lengths.is_active()) return;
   const ChunkTensors tensors{params, chunk};
   prefetch_rows(tensors);

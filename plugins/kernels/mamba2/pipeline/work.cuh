@@ -11,6 +11,21 @@ namespace replay {
 // When lengths are read: after wait_for_previous(), or before it as a guess of what they will be.
 enum class Reading { FINAL, GUESS };
 
+// ring_row() of many positions: the division is done once, before anything is waited for.
+struct RingRows {
+  uint32_t num_rows, reciprocal;  // of 2^32, rounded down
+
+  __device__ explicit RingRows(int ring_rows)
+      : num_rows(static_cast<uint32_t>(ring_rows)), reciprocal(0xffffffffu / num_rows) {}
+
+  __device__ int row_of(int position) const {
+    const uint32_t place = static_cast<uint32_t>(position);
+    // The quotient or one less, since positions are below 2^31.
+    const uint32_t rest = place - __umulhi(place, reciprocal) * num_rows;
+    return static_cast<int>(rest < num_rows ? rest : rest - num_rows);
+  }
+};
+
 // Lengths and slot of one row as they stand in memory.
 struct RawLengths {
   int slot, past, checkpoint, num_tokens;
@@ -25,14 +40,14 @@ struct RawLengths {
             ptx::load_from_l2(params.checkpoint_lengths + row), ptx::load_from_l2(params.num_tokens + row)};
   }
 
-  __device__ RowLengths clamped(const Mamba2Params& params) const {
+  __device__ RowLengths clamped(const Mamba2Params& params, const RingRows& ring) const {
     RowLengths lengths;
     lengths.slot = slot;
     lengths.checkpoint = max(0, checkpoint);
     lengths.pending = max(0, min(past - checkpoint, HISTORY));
     lengths.num_tokens = slot < 0 ? 0 : max(0, min(num_tokens, min(params.seq_len, WINDOW)));
-    lengths.first_pending_row = ring_row(max(0, checkpoint), params.ring_rows);
-    lengths.first_window_row = ring_row(max(0, past), params.ring_rows);
+    lengths.first_pending_row = ring.row_of(max(0, checkpoint));
+    lengths.first_window_row = ring.row_of(max(0, past));
     return lengths;
   }
 };
@@ -42,8 +57,9 @@ struct RawLengths {
 // to give each block one. The first gridDim.x chunks are the blocks' own; the others are taken as blocks come to them.
 struct ChunkPlan {
   int num_whole, small_heads, num_chunks;
+  RingRows ring;
 
-  __device__ explicit ChunkPlan(const Mamba2Params& params) {
+  __device__ explicit ChunkPlan(const Mamba2Params& params) : ring(params.ring_rows) {
     const int num_heads = params.num_rows * N_HEADS, num_blocks = gridDim.x;
     const int most_whole = num_heads / CHUNK_HEADS;
     if (most_whole >= num_blocks) {
@@ -82,8 +98,8 @@ struct ChunkPlan {
 // kernel may start: it prepares itself while this one finishes.
 class ChunkTaker {
  public:
-  __device__ explicit ChunkTaker(const Mamba2Params& params)
-      : params(params), plan(params), index(blockIdx.x), is_drawing(plan.num_chunks > static_cast<int>(gridDim.x)) {
+  __device__ ChunkTaker(const Mamba2Params& params, const ChunkPlan& plan)
+      : params(params), plan(plan), index(blockIdx.x), is_drawing(plan.num_chunks > static_cast<int>(gridDim.x)) {
     raw = RawLengths::read<Reading::FINAL>(params, plan.row_of(index));
     draw_or_end();
   }
@@ -91,7 +107,7 @@ class ChunkTaker {
   // Its num_heads is 0 after the last one.
   __device__ Chunk chunk() const {
     if (index >= plan.num_chunks) return {{}, 0, 0, 0};
-    return plan.at(index, raw.clamped(params));
+    return plan.at(index, raw.clamped(params, plan.ring));
   }
 
   __device__ void advance() {
@@ -107,7 +123,7 @@ class ChunkTaker {
 
  private:
   const Mamba2Params& params;
-  const ChunkPlan plan;
+  const ChunkPlan& plan;
   int index, drawn = 0;
   bool is_drawing;
   RawLengths raw;
