@@ -13,7 +13,7 @@ _SHARED_BYTES = 227 * 1024
 _WARP = 32
 # State rows of a tile: those of one tensor core product.
 _TILE_ROWS = 16
-_D_STATE, _MAX_HISTORY, _MAX_WINDOW = 128, 16, 8
+_D_STATE, _MAX_HISTORY, _MAX_WINDOW = 128, 32, 8
 _PADDING_BYTES = 16
 _BARRIER_BYTES = 8
 _CHUNK_DESCRIPTION_BYTES = 36
@@ -105,5 +105,6 @@ def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int) ->
     token_rows = history + window
     x_bytes = token_rows * (2 * chunk_heads * head_dim + _PADDING_BYTES)
     bc_bytes = (token_rows + window) * (2 * _D_STATE + _PADDING_BYTES)
-    per_head = window * (64 + 4) + 17 * 4 + (token_rows + _CONSTANTS) * 4
+    row_groups = -(-history // 16)
+    per_head = window * (64 * row_groups + 4) + (16 * row_groups + 1) * 4 + (token_rows + _CONSTANTS) * 4
     return -(-(x_bytes + bc_bytes + chunk_heads * per_head + _CHUNK_DESCRIPTION_BYTES) // 128) * 128

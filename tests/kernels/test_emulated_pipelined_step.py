@@ -26,6 +26,8 @@ CASES = (
     Mamba2Case("P128-T8", 4, 128, 128, 2, 16, 7),
     Mamba2Case("P48-T2-W8", 5, 48, 128, 5, 8, 1, spare_ring_rows=3),
     Mamba2Case("P16-T2-state_bf16", 1, 16, 128, 1, 11, 1, state="bfloat16"),
+    Mamba2Case("P64-T4-W32", 8, 64, 128, 2, 32, 3),
+    Mamba2Case("P80-T8-W27-state_bf16", 4, 80, 128, 1, 27, 7, state="bfloat16"),
 )
 BY_NAME = {case.name: case for case in CASES}
 FEW_HEADS, MAIN = BY_NAME["P16-T2-state_bf16"], BY_NAME["P64-T4"]

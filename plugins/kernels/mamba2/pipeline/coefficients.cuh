@@ -16,7 +16,8 @@ struct SuffixSums {
   float after;  // over those after it
 };
 
-__device__ inline SuffixSums suffix_sums(float value) {
+// Of the rows of a group; `beyond` is the sum over the groups after it.
+__device__ inline SuffixSums suffix_sums(float value, float beyond) {
   const int row = threadIdx.x % HALF_WARP;
 #pragma unroll
   for (int offset = 1; offset < HALF_WARP; offset *= 2) {
@@ -24,40 +25,50 @@ __device__ inline SuffixSums suffix_sums(float value) {
     if (row + offset < HALF_WARP) value += other;
   }
   const float after = __shfl_down_sync(FULL_WARP, value, 1, HALF_WARP);
-  return {value, row == HALF_WARP - 1 ? 0.0f : after};
+  return {value + beyond, (row == HALF_WARP - 1 ? 0.0f : after) + beyond};
 }
 
 // Scores B_i . C_t of the rows i that the outputs see, which the heads of a group share; in the order of a product's
 // sums, with i down and t across. What stands in rows that are not there, NaN even, stays in its row or column.
 struct Scores {
-  float sums[4];
+  float sums[ROW_GROUPS][4];
 
   __device__ Scores(const RowLengths& lengths, ChunkBuffer buffer) {
     const int lane = threadIdx.x % WARP_SIZE, part = lane / 8;
-    const int row = min(lengths.first() + lane % 8 + part % 2 * 8, TOKEN_ROWS - 1), token = min(lane % 8, WINDOW - 1);
-    const uint32_t rows = buffer.address + ChunkOffsets::B + row * BC_ROW_BYTES + part / 2 * 16;
-    const uint32_t tokens = buffer.address + ChunkOffsets::C + token * BC_ROW_BYTES + part * 16;
-    float halves[2][4] = {};  // so that products need not wait for each other
+    const uint32_t tokens = buffer.address + ChunkOffsets::C + min(lane % 8, WINDOW - 1) * BC_ROW_BYTES + part * 16;
+    uint32_t rows[ROW_GROUPS];
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      const int row = min(lengths.first() + group * MMA_TOKENS + lane % 8 + part % 2 * 8, TOKEN_ROWS - 1);
+      rows[group] = buffer.address + ChunkOffsets::B + row * BC_ROW_BYTES + part / 2 * 16;
+    }
+    float halves[ROW_GROUPS][2][4] = {};  // so that products need not wait for each other
 #pragma unroll
     for (int m = 0; m < D_STATE / 32; ++m) {
       uint32_t c[4];
       ptx::load_matrices(c, tokens + m * 64);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        uint32_t b[4];
-        ptx::load_matrices(b, rows + m * 64 + k * 32);
-        ptx::mma_bf16(halves[k], b, c[2 * k], c[2 * k + 1]);
+#pragma unroll
+        for (int group = 0; group < ROW_GROUPS; ++group) {
+          uint32_t b[4];
+          ptx::load_matrices(b, rows[group] + m * 64 + k * 32);
+          ptx::mma_bf16(halves[group][k], b, c[2 * k], c[2 * k + 1]);
+        }
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[group][i] = halves[group][0][i] + halves[group][1][i];
+    }
   }
 
-  // Of the half warp's lane's row.
-  __device__ float of(int token) const {
+  // Of the half warp's lane's row in a group.
+  __device__ float of(int group, int token) const {
     const int row = threadIdx.x % HALF_WARP, source = row % 8 * 4 + token / 2;
-    const float upper = __shfl_sync(FULL_WARP, sums[token % 2], source);
-    const float lower = __shfl_sync(FULL_WARP, sums[2 + token % 2], source);
+    const float upper = __shfl_sync(FULL_WARP, sums[group][token % 2], source);
+    const float lower = __shfl_sync(FULL_WARP, sums[group][2 + token % 2], source);
     return row < 8 ? upper : lower;
   }
 };
@@ -72,24 +83,40 @@ __device__ inline float window_time(const ChunkTensors& tensors, ChunkBuffer buf
   return softplus(to_float(raw) + buffer.constants(2)[head]);
 }
 
-// What a lane knows of one head before the scores: dt of its row among those that the outputs see, and the sums over
-// the pending rows.
+// What a lane knows of one head before the scores: in each group, dt of its row among those that the outputs see, and
+// the sums over the pending rows.
 struct HeadTimes {
-  float A, D, pending, seen;  // A for powers of 2
-  SuffixSums sums;
+  float A, D;  // A for powers of 2
+  float pending[ROW_GROUPS], seen[ROW_GROUPS];
+  SuffixSums sums[ROW_GROUPS];
 
   __device__ HeadTimes(const ChunkTensors& tensors, ChunkBuffer buffer, int head) {
     const RowLengths& lengths = tensors.chunk.lengths;
-    const int row = threadIdx.x % HALF_WARP, token = row - lengths.live();
     constexpr float LOG2_E = 1.44269504f;
     A = buffer.constants(0)[head] * LOG2_E;
     D = buffer.constants(1)[head];
-    // Read in any case, and then chosen: branches take longer.
-    const float time = window_time(tensors, buffer, head, min(max(token, 0), WINDOW - 1));
-    const float ring_time = buffer.pending_times(head)[min(row, HISTORY - 1)];
-    pending = row < lengths.pending ? ring_time : 0.0f;
-    seen = token < 0 ? pending : token < lengths.num_tokens ? time : 0.0f;
-    sums = suffix_sums(pending);
+    float beyond = 0.0f;
+#pragma unroll
+    for (int group = ROW_GROUPS - 1; group >= 0; --group) {
+      const int row = group * MMA_TOKENS + threadIdx.x % HALF_WARP, token = row - lengths.live();
+      // Read in any case, and then chosen: branches take longer.
+      const float time = window_time(tensors, buffer, head, min(max(token, 0), WINDOW - 1));
+      const float ring_time = buffer.pending_times(head)[min(row, HISTORY - 1)];
+      pending[group] = row < lengths.pending ? ring_time : 0.0f;
+      seen[group] = token < 0 ? pending[group] : token < lengths.num_tokens ? time : 0.0f;
+      sums[group] = suffix_sums(pending[group], beyond);
+      if (group > 0) beyond = __shfl_sync(FULL_WARP, sums[group].from, 0, HALF_WARP);
+    }
+  }
+
+  // Of a row that the outputs see.
+  __device__ float seen_at(int row) const {
+    float time = __shfl_sync(FULL_WARP, seen[0], row, HALF_WARP);
+    if constexpr (ROW_GROUPS == 2) {
+      const float later = __shfl_sync(FULL_WARP, seen[1], row, HALF_WARP);
+      time = row < MMA_TOKENS ? time : later;
+    }
+    return time;
   }
 };
 
@@ -97,45 +124,60 @@ struct HeadTimes {
 // is added to a token's weight on its own row. `is_head` is false where the half warp has no head of the chunk.
 __device__ inline void weigh_outputs(const RowLengths& lengths, ChunkBuffer buffer, const Scores& scores,
                                      const HeadTimes& times, int head, bool is_head) {
-  const int row = threadIdx.x % HALF_WARP;
+  const int place = threadIdx.x % HALF_WARP;
   // Over the live pending rows; the window's dt are added token by token.
-  const SuffixSums before = lengths.is_flush() ? SuffixSums{} : times.sums;
-  float since_checkpoint = __shfl_sync(FULL_WARP, before.from, 0, HALF_WARP);
-  float since_row = row < lengths.live() ? before.after : 0.0f;
+  const float pending_time = __shfl_sync(FULL_WARP, times.sums[0].from, 0, HALF_WARP);
+  float since_checkpoint = lengths.is_flush() ? 0.0f : pending_time;
+  float since_row[ROW_GROUPS];
+#pragma unroll
+  for (int group = 0; group < ROW_GROUPS; ++group) {
+    since_row[group] = group * MMA_TOKENS + place < lengths.live() ? times.sums[group].after : 0.0f;
+  }
 #pragma unroll
   for (int token = 0; token < WINDOW; ++token) {
     const int last = lengths.live() + token;
-    const float dt = __shfl_sync(FULL_WARP, times.seen, last, HALF_WARP);
+    const float dt = times.seen_at(last);
     since_checkpoint += dt;
-    since_row += row < last ? dt : 0.0f;
-    const float of_row = ptx::exp2(times.A * since_row) * times.seen * scores.of(token);
-    const float of_token = of_row + (row == last ? times.D : 0.0f);
-    const float weight = row <= last && token < lengths.num_tokens ? of_token : 0.0f;
-    const uint32_t high = pack_bf16(weight, 0.0f), low = pack_bf16(weight - low_bf16(high), 0.0f);
-    const float decay = ptx::exp2(times.A * since_checkpoint);
-    if (is_head) {
-      // The words of q are: high parts of rows 2q, 2q + 1; of rows 2q + 8, 2q + 9; and the same of the low parts.
-      uint16_t* words = reinterpret_cast<uint16_t*>(buffer.weights(head, token) + row % 8 / 2 * 16);
-      words[row / 8 * 2 + row % 2] = static_cast<uint16_t>(high);
-      words[row / 8 * 2 + row % 2 + 4] = static_cast<uint16_t>(low);
-      if (row == 0) buffer.decays(head)[token] = decay;
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      const int row = group * MMA_TOKENS + place;
+      since_row[group] += row < last ? dt : 0.0f;
+      const float of_row = ptx::exp2(times.A * since_row[group]) * times.seen[group] * scores.of(group, token);
+      const float of_token = of_row + (row == last ? times.D : 0.0f);
+      const float weight = row <= last && token < lengths.num_tokens ? of_token : 0.0f;
+      const uint32_t high = pack_bf16(weight, 0.0f), low = pack_bf16(weight - low_bf16(high), 0.0f);
+      if (is_head) {
+        // The words of q are: high parts of rows 2q, 2q + 1; of rows 2q + 8, 2q + 9; and the same of the low parts.
+        uint16_t* words = reinterpret_cast<uint16_t*>(buffer.weights(head, token, group) + place % 8 / 2 * 16);
+        words[place / 8 * 2 + place % 2] = static_cast<uint16_t>(high);
+        words[place / 8 * 2 + place % 2 + 4] = static_cast<uint16_t>(low);
+      }
     }
+    const float decay = ptx::exp2(times.A * since_checkpoint);
+    if (is_head && place == 0) buffer.decays(head)[token] = decay;
   }
 }
 
 __device__ inline void weigh_fold(const RowLengths& lengths, ChunkBuffer buffer, const HeadTimes& times, int head) {
-  const int row = threadIdx.x % HALF_WARP;
-  const float weight = ptx::exp2(times.A * times.sums.after) * times.pending;
-  buffer.fold_weights(head)[row] = row < lengths.pending ? weight : 0.0f;
-  if (row == 0) buffer.fold_weights(head)[MMA_TOKENS] = ptx::exp2(times.A * times.sums.from);
+  const int place = threadIdx.x % HALF_WARP;
+#pragma unroll
+  for (int group = 0; group < ROW_GROUPS; ++group) {
+    const int row = group * MMA_TOKENS + place;
+    const float weight = ptx::exp2(times.A * times.sums[group].after) * times.pending[group];
+    buffer.fold_weights(head)[row] = row < lengths.pending ? weight : 0.0f;
+  }
+  if (place == 0) buffer.fold_weights(head)[FOLD_DECAY] = ptx::exp2(times.A * times.sums[0].from);
 }
 
 // Write the window's dt to the ring, one lane a token: rows that this step does not read (R >= W + T).
 __device__ inline void append_times(const ChunkTensors& tensors, const HeadTimes& times, int head) {
   const RowLengths& lengths = tensors.chunk.lengths;
-  const int token = threadIdx.x % HALF_WARP - lengths.live();
-  if (token < 0 || token >= lengths.num_tokens) return;
-  *tensors.dt_ring(tensors.window_line(token), head) = times.seen;
+#pragma unroll
+  for (int group = 0; group < ROW_GROUPS; ++group) {
+    const int token = group * MMA_TOKENS + threadIdx.x % HALF_WARP - lengths.live();
+    if (token < 0 || token >= lengths.num_tokens) continue;
+    *tensors.dt_ring(tensors.window_line(token), head) = times.seen[group];
+  }
 }
 
 // The same of x and B. A group's B rows are written with the group's first head alone.

@@ -11,19 +11,24 @@ namespace replay {
 constexpr int FOLD_PARTS = IS_STATE_FP32 ? 3 : 2;
 
 struct WeightedX {
-  uint32_t parts[FOLD_PARTS][4];
+  uint32_t parts[ROW_GROUPS][FOLD_PARTS][4];
 
-  __device__ WeightedX(const uint32_t (&x)[4], const float* weights) {
+  __device__ WeightedX(ChunkBuffer buffer, int pending, int channel, const float* weights) {
     const int q = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = 2 * q + i / 2 * 8;
-      float low = low_bf16(x[i]) * weights[row], high = high_bf16(x[i]) * weights[row + 1];
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      uint32_t x[4];
+      load_x(buffer, group * MMA_TOKENS, pending - group * MMA_TOKENS, channel, x);
 #pragma unroll
-      for (int part = 0; part < FOLD_PARTS; ++part) {
-        parts[part][i] = pack_bf16(low, high);
-        low -= low_bf16(parts[part][i]);
-        high -= high_bf16(parts[part][i]);
+      for (int i = 0; i < 4; ++i) {
+        const int row = group * MMA_TOKENS + 2 * q + i / 2 * 8;
+        float low = low_bf16(x[i]) * weights[row], high = high_bf16(x[i]) * weights[row + 1];
+#pragma unroll
+        for (int part = 0; part < FOLD_PARTS; ++part) {
+          parts[group][part][i] = pack_bf16(low, high);
+          low -= low_bf16(parts[group][part][i]);
+          high -= high_bf16(parts[group][part][i]);
+        }
       }
     }
   }
@@ -57,27 +62,31 @@ __device__ inline void pack_block(const float (&values)[4], int i, Vector16& upp
   }
 }
 
-// Fold one vector of rows g and g + 8 in place; two blocks at a time, so that their products overlap.
-__device__ inline void fold_vector(const WeightedX& x, const uint32_t (&B)[BLOCKS_PER_VECTOR][2], float decay,
-                                   Vector16& upper, Vector16& lower) {
+// Fold vector m of rows g and g + 8 in place. Each block of columns has sums of its own, so that products overlap.
+__device__ inline void fold_vector(const WeightedX& x, const PendingB& B, int m, float decay, Vector16& upper,
+                                   Vector16& lower) {
+  float values[BLOCKS_PER_VECTOR][4];
 #pragma unroll
-  for (int first = 0; first < BLOCKS_PER_VECTOR; first += 2) {
-    float values[2][4];
+  for (int i = 0; i < BLOCKS_PER_VECTOR; ++i) {
+    unpack_block(upper, lower, i, values[i]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      unpack_block(upper, lower, first + i, values[i]);
+    for (int k = 0; k < 4; ++k) values[i][k] *= decay;
+  }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) values[i][k] *= decay;
-    }
+  for (int group = 0; group < ROW_GROUPS; ++group) {
+    uint32_t blocks[BLOCKS_PER_VECTOR][2];
+    B.load(group, m, blocks);
     // Small parts first.
 #pragma unroll
     for (int part = FOLD_PARTS - 1; part >= 0; --part) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) ptx::mma_bf16(values[i], x.parts[part], B[first + i][0], B[first + i][1]);
+      for (int i = 0; i < BLOCKS_PER_VECTOR; ++i) {
+        ptx::mma_bf16(values[i], x.parts[group][part], blocks[i][0], blocks[i][1]);
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) pack_block(values[i], first + i, upper, lower);
   }
+#pragma unroll
+  for (int i = 0; i < BLOCKS_PER_VECTOR; ++i) pack_block(values[i], i, upper, lower);
 }
 
 }  // namespace replay

@@ -69,13 +69,13 @@ struct PendingB {
   };
 
   // The blocks of vector m, from shared memory: kept in registers they would leave too few for the rest.
-  __device__ void load(int m, uint32_t (&blocks)[BLOCKS_PER_VECTOR][2]) const {
+  __device__ void load(int group, int m, uint32_t (&blocks)[BLOCKS_PER_VECTOR][2]) const {
     const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
     const uint32_t half = g % 2 == 0 ? 0x5410u : 0x7632u;  // the low, or the high, halves of two words
     const int offset = (m * 4 + g / 2) * STATE_VECTOR * 2;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const int row = 2 * q + 8 * k;
+      const int row = group * MMA_TOKENS + 2 * q + 8 * k;
       Pairs first{}, second{};
       if (row < pending) first = *reinterpret_cast<const Pairs*>(buffer.B(row) + offset);
       if (row + 1 < pending) second = *reinterpret_cast<const Pairs*>(buffer.B(row + 1) + offset);

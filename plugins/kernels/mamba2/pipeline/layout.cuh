@@ -17,6 +17,7 @@ constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
 constexpr int HEADS_PER_GROUP = N_HEADS / N_GROUPS;
 constexpr bool IS_STATE_FP32 = sizeof(STATE_TYPE) == 4;
 constexpr int MMA_TOKENS = 16;  // token rows that one product takes
+constexpr int ROW_GROUPS = (HISTORY + MMA_TOKENS - 1) / MMA_TOKENS;  // of so many rows
 constexpr int TILE_ROWS = 16;
 constexpr int TILES_PER_HEAD = HEAD_DIM / TILE_ROWS;
 constexpr int STATE_ROW_BYTES = D_STATE * static_cast<int>(sizeof(STATE_TYPE));
@@ -27,16 +28,17 @@ constexpr int TOKEN_ROWS = HISTORY + WINDOW;
 constexpr int ROW_PADDING_BYTES = 16;
 constexpr int X_ROW_BYTES = CHUNK_HEADS * HEAD_DIM * 2 + ROW_PADDING_BYTES;
 constexpr int BC_ROW_BYTES = D_STATE * 2 + ROW_PADDING_BYTES;
-// The weights of one (head, token) as a B operand of mma_bf16: per q four words, high parts then low parts.
-constexpr int WEIGHT_BYTES = 4 * 16;
-constexpr int FOLD_WEIGHTS = MMA_TOKENS + 1;  // one a pending row, then the checkpoint's decay
+// The weights of one (head, token) as B operands of mma_bf16: for each group of rows, per q four words, high parts then
+// low parts.
+constexpr int GROUP_WEIGHT_BYTES = 4 * 16;
+constexpr int FOLD_DECAY = ROW_GROUPS * MMA_TOKENS;  // the checkpoint's, after the weights of the pending rows
 // Loader warps, by what each brings: dt and the heads' constants A, D and dt_bias; x; B and C.
 enum Loader : int { TIMES_LOADER, X_LOADER, BC_LOADER, NUM_LOADERS };
 constexpr int NUM_CONSTANTS = 3;
 constexpr int HALF_WARP = 16;  // has one head at a time
 
 static_assert(sizeof(ACTIVATION_TYPE) == 2 && D_STATE == 128, "the fragments are laid out for these");
-static_assert(HISTORY <= MMA_TOKENS && WINDOW <= 8, "pending rows fill one product's depth, tokens its columns");
+static_assert(ROW_GROUPS <= 2 && WINDOW <= 8, "pending rows fill two products' depth, tokens their columns");
 static_assert(HEAD_DIM % TILE_ROWS == 0, "tiles cover a head exactly");
 static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0, "chunks do not cross groups");
 static_assert(CHUNK_HEADS <= 2 * TEAM_WARPS, "a team weighs all heads of a chunk at once");
@@ -63,7 +65,7 @@ struct RowLengths {
   __device__ bool has_state() const { return checkpoint > 0; }
   __device__ bool is_state_read() const { return is_active() && has_state(); }
   // Outputs see the token rows first() .. first() + live() + num_tokens - 1: a flush has put the pending ones into
-  // the state. Without a flush pending + WINDOW <= HISTORY, so they are at most MMA_TOKENS either way.
+  // the state. Without a flush pending + WINDOW <= HISTORY, so they are at most ROW_GROUPS * MMA_TOKENS either way.
   __device__ int first() const { return is_flush() ? pending : 0; }
   __device__ int live() const { return is_flush() ? 0 : pending; }
 };
@@ -85,12 +87,12 @@ struct ChunkOffsets {
   static constexpr int B = X + TOKEN_ROWS * X_ROW_BYTES;
   static constexpr int C = B + TOKEN_ROWS * BC_ROW_BYTES;
   static constexpr int WEIGHTS = C + WINDOW * BC_ROW_BYTES;
-  static constexpr int TIMES = WEIGHTS + CHUNK_HEADS * WINDOW * WEIGHT_BYTES;
+  static constexpr int TIMES = WEIGHTS + CHUNK_HEADS * WINDOW * ROW_GROUPS * GROUP_WEIGHT_BYTES;
   static constexpr int RAW_TIMES = TIMES + CHUNK_HEADS * HISTORY * 4;
   static constexpr int CONSTANTS = RAW_TIMES + CHUNK_HEADS * WINDOW * 4;
   static constexpr int DECAYS = CONSTANTS + NUM_CONSTANTS * CHUNK_HEADS * 4;
   static constexpr int FOLD = DECAYS + CHUNK_HEADS * WINDOW * 4;
-  static constexpr int CHUNK = FOLD + CHUNK_HEADS * FOLD_WEIGHTS * 4;
+  static constexpr int CHUNK = FOLD + CHUNK_HEADS * (FOLD_DECAY + 1) * 4;
   static constexpr int BYTES = (CHUNK + static_cast<int>(sizeof(Chunk)) + 127) / 128 * 128;
 };
 
@@ -111,9 +113,9 @@ struct ChunkBuffer {
   }
   __device__ float* constants(int which) const { return at<float>(ChunkOffsets::CONSTANTS) + which * CHUNK_HEADS; }
   __device__ float* decays(int head) const { return at<float>(ChunkOffsets::DECAYS) + head * WINDOW; }
-  __device__ float* fold_weights(int head) const { return at<float>(ChunkOffsets::FOLD) + head * FOLD_WEIGHTS; }
-  __device__ unsigned char* weights(int head, int token) const {
-    return base + ChunkOffsets::WEIGHTS + (head * WINDOW + token) * WEIGHT_BYTES;
+  __device__ float* fold_weights(int head) const { return at<float>(ChunkOffsets::FOLD) + head * (FOLD_DECAY + 1); }
+  __device__ unsigned char* weights(int head, int token, int group) const {
+    return base + ChunkOffsets::WEIGHTS + ((head * WINDOW + token) * ROW_GROUPS + group) * GROUP_WEIGHT_BYTES;
   }
   __device__ unsigned char* x(int row) const { return base + ChunkOffsets::X + row * X_ROW_BYTES; }
   __device__ unsigned char* B(int row) const { return base + ChunkOffsets::B + row * BC_ROW_BYTES; }

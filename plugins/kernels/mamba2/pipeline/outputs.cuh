@@ -29,12 +29,15 @@ struct TileRows {
 
 // What all tiles of one head have in common for a lane: its part of the weights, and the decays of its two tokens.
 struct HeadWeights {
-  Vector16 rows{};
+  Vector16 rows[ROW_GROUPS]{};
   float decays[2] = {};
 
   __device__ HeadWeights(ChunkBuffer buffer, int head) {
     const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
-    if (g < WINDOW) rows = *reinterpret_cast<const Vector16*>(buffer.weights(head, g) + q * 16);
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      if (g < WINDOW) rows[group] = *reinterpret_cast<const Vector16*>(buffer.weights(head, g, group) + q * 16);
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (2 * q + i < WINDOW) decays[i] = buffer.decays(head)[2 * q + i];
@@ -45,10 +48,15 @@ struct HeadWeights {
 // x^T times the weights of num_rows of the rows that the outputs see: 16 channels.
 __device__ inline void multiply_rows(ChunkBuffer buffer, int first, int num_rows, const HeadWeights& weights,
                                      int channel, float (&sums)[4]) {
-  uint32_t x[4];
-  load_x(buffer, first, num_rows, channel, x);
-  ptx::mma_bf16(sums, x, weights.rows.words[2], weights.rows.words[3]);
-  ptx::mma_bf16(sums, x, weights.rows.words[0], weights.rows.words[1]);
+#pragma unroll
+  for (int group = 0; group < ROW_GROUPS; ++group) {
+    if (group > 0 && num_rows <= group * MMA_TOKENS) return;
+    uint32_t x[4];
+    load_x(buffer, first + group * MMA_TOKENS, num_rows - group * MMA_TOKENS, channel, x);
+    const uint32_t(&words)[4] = weights.rows[group].words;
+    ptx::mma_bf16(sums, x, words[2], words[3]);
+    ptx::mma_bf16(sums, x, words[0], words[1]);
+  }
 }
 
 // The same for all tokens; sums are zero before. Rows after a token weigh 0 in it, but 0 times what is not finite is
@@ -84,16 +92,14 @@ __device__ inline void multiply_tile(const TileRows& rows, const WindowC& C, flo
 // The same of the checkpoint that the fold makes, which is written to memory on the way.
 __device__ inline void fold_and_multiply_tile(const TileRows& rows, bool has_state, const WeightedX& x,
                                               const PendingB& B, float decay, const StagedC& C, float (&sums)[2][4]) {
-#pragma unroll
+#pragma unroll 4  // all eight of an fp32 state at once leave too few registers
   for (int m = 0; m < VECTORS; ++m) {
     Vector16 upper{}, lower{};
     if (has_state) {
       upper = rows.upper(m);
       lower = rows.lower(m);
     }
-    uint32_t blocks[BLOCKS_PER_VECTOR][2];
-    B.load(m, blocks);
-    fold_vector(x, blocks, decay, upper, lower);
+    fold_vector(x, B, m, decay, upper, lower);
     rows.store(m, upper, lower);
     __syncwarp();  // for the compiler: it would load all vectors at once, for which registers are too few
     multiply_vector(upper, lower, C.pairs(m), sums);
@@ -193,12 +199,11 @@ __device__ inline void fold_tiles(const ChunkTensors& tensors, const PipelineSha
   for (; turn.tile < tensors.chunk.num_tiles(); turn.next()) {
     const int channel = turn.tile * TILE_ROWS, head = turn.tile / TILES_PER_HEAD;
     const float* fold_weights = buffer.fold_weights(head);
-    uint32_t x[4];
-    load_x(buffer, 0, lengths.pending, channel, x);
     float rows[4] = {}, state[2][4] = {};
     turn.wait(shared);
     fold_and_multiply_tile(TileRows(tensors, shared, turn.tile, turn.stage.index()), lengths.has_state(),
-                           WeightedX(x, fold_weights), B, fold_weights[MMA_TOKENS], C, state);
+                           WeightedX(buffer, lengths.pending, channel, fold_weights), B, fold_weights[FOLD_DECAY], C,
+                           state);
     turn.release(shared);
     const HeadWeights weights(buffer, head);
     multiply_seen_rows(buffer, lengths.pending, 0, lengths.num_tokens, weights, channel, rows);

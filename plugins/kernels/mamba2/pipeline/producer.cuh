@@ -12,23 +12,23 @@ __device__ inline void prefetch_lines(const void* source, int bytes) {
   }
 }
 
-// Bring a chunk's token rows to the cache, a lane each.
+// Bring a chunk's token rows to the cache.
 __device__ inline void prefetch_rows(const ChunkTensors& tensors) {
-  const Chunk& chunk = tensors.chunk;
-  const int lane = threadIdx.x % WARP_SIZE, token = lane - chunk.lengths.pending;
-  if (token >= chunk.lengths.num_tokens) return;
-  const int x_bytes = chunk.num_heads * HEAD_DIM * 2;
-  if (token < 0) {
-    const int line = tensors.pending_line(lane);
+  const RowLengths& lengths = tensors.chunk.lengths;
+  const int lane = threadIdx.x % WARP_SIZE, x_bytes = tensors.chunk.num_heads * HEAD_DIM * 2;
+  for (int row = lane; row < lengths.pending; row += WARP_SIZE) {
+    const int line = tensors.pending_line(row);
     ptx::prefetch_line(tensors.dt_ring(line, 0));
     prefetch_lines(tensors.B_ring(line), D_STATE * 2);
     ptx::prefetch_bulk(tensors.x_ring(line), x_bytes);
-  } else {
-    ptx::prefetch_line(tensors.raw_dt(token, 0));
-    prefetch_lines(tensors.B(token), D_STATE * 2);
-    prefetch_lines(tensors.C(token), D_STATE * 2);
-    ptx::prefetch_bulk(tensors.x(token), x_bytes);
   }
+  // By other lanes than most pending rows.
+  const int token = WARP_SIZE - 1 - lane;
+  if (token >= lengths.num_tokens) return;
+  ptx::prefetch_line(tensors.raw_dt(token, 0));
+  prefetch_lines(tensors.B(token), D_STATE * 2);
+  prefetch_lines(tensors.C(token), D_STATE * 2);
+  ptx::prefetch_bulk(tensors.x(token), x_bytes);
 }
 
 // The producer's warp, while the kernel before this one may still run: bring the block's first chunk to the cache, by a
