@@ -253,7 +253,7 @@ class Mamba2Specialization:
         if self.pipeline is None:
             raise UnsupportedError(
                 f"{self}: found no pipelined step for these constants; needed bfloat16 activations, a state in float32 "
-                "or bfloat16, d_state 128, head_dim a multiple of 16, history at most 16. Run the step kernel."
+                "or bfloat16, d_state 128, head_dim a multiple of 16, history at most 32. Run the step kernel."
             )
         return self.pipeline
 
