@@ -157,6 +157,7 @@ DEVICE_CASES = (
     Mamba2Case("P128-T8", 4, 128, 128, 2, 16, 7),
     Mamba2Case("HG16-W8-T2-state_bf16", 32, 64, 128, 2, 8, 1, state="bfloat16", spare_ring_rows=2),
     Mamba2Case("P80-decode-state_bf16", 12, 80, 128, 2, 16, 0, state="bfloat16"),
+    Mamba2Case("P64-T4-W32", 8, 64, 128, 2, 32, 3),
 )
 
 # Heads of a group and head_dim: those of layers with 128x80, 96x80, 64x64, 128x64 and 256x64 heads in 8 groups.
