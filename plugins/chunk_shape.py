@@ -5,7 +5,7 @@ The kernel (``kernels/mamba2/chunked_prefill.cu``) asserts at compile time that 
 
 from dataclasses import dataclass
 
-_SHARED_BYTES = {
+SHARED_BYTES = {
     "sm_80": 99 * 1024,  # its cubins also run on 8.6 and 8.9
     "sm_86": 99 * 1024,
     "sm_89": 99 * 1024,
@@ -49,7 +49,7 @@ class ChunkShape:
 
     def fits(self, architecture: str) -> bool:
         """Say whether every device that runs this architecture's cubins has the shared memory."""
-        return self.shared_bytes <= _SHARED_BYTES.get(architecture, 0)
+        return self.shared_bytes <= SHARED_BYTES.get(architecture, 0)
 
     def defines(self) -> dict[str, str]:
         """Return the macros that tell the sources."""

@@ -143,6 +143,7 @@ class GatedDeltaNetSpecialization:
             "N_VALUE_HEADS": str(self.n_value_heads),
             "KEY_DIM": str(self.key_dim),
             "VALUE_DIM": str(self.value_dim),
+            "SLICE_DIM": str(self.slice_dim),
             "HISTORY": str(self.history),
             "MAX_DRAFT_LEN": str(self.max_draft_len),
             "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],

@@ -1,4 +1,5 @@
-// Barriers in shared memory that count arrivals and copied bytes, and the bulk copies that report to them (since 9.0).
+// Barriers in shared memory that count arrivals (since 8.0) and copied bytes, and the bulk copies that report to them
+// (both since 9.0).
 //
 // A barrier's phase ends when all arrivals and all announced bytes have come; phases alternate in parity, from 0. Who
 // waits for a parity must not fall two phases behind, or the wait sees a later phase of the same parity.
@@ -12,9 +13,12 @@ __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Make initialised barriers known to the copy engine; a thread block barrier must follow for the other threads.
+// Make initialised barriers known to the copy engine, where there is one; a thread block barrier must follow for the
+// other threads.
 __device__ inline void fence_barrier_init() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
 __device__ inline void barrier_arrive(uint32_t barrier) {
@@ -31,11 +35,18 @@ __device__ inline void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Since 9.0 a thread that waits is put aside for some time; before, it asks again and again.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define REPLAY_MBARRIER_WAIT "mbarrier.try_wait.parity.shared::cta.b64"
+#else
+#define REPLAY_MBARRIER_WAIT "mbarrier.test_wait.parity.shared::cta.b64"
+#endif
+
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t is_done = 0;
   while (is_done == 0) {
     asm volatile(
-        "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+        "{\n\t.reg .pred done;\n\t" REPLAY_MBARRIER_WAIT " done, [%1], %2;\n\t"
         "selp.u32 %0, 1, 0, done;\n\t}"
         : "=r"(is_done)
         : "r"(barrier), "r"(parity)

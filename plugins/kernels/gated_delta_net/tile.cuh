@@ -5,22 +5,17 @@
 // holds rows l % 16, l % 16 + 16, ... of one 16-byte vector of columns; sums over rows are sums over neighbouring lanes.
 #pragma once
 #include "common/lanes.cuh"
-#include "common/types.cuh"
-#include "gated_delta_net/params.h"
+#include "gated_delta_net/row.cuh"
 
 namespace replay {
 
-constexpr int WINDOW = 1 + MAX_DRAFT_LEN;
-constexpr int HEADS_PER_KEY = N_VALUE_HEADS / N_KEY_HEADS;
 constexpr int NUM_WARPS = BLOCK_THREADS / WARP_SIZE;
 constexpr int COLUMNS = elements_per_vector<STATE_TYPE>;  // of a lane
 constexpr int ROW_LANES = 16;                             // lanes that share the rows of one vector of columns
 constexpr int PASSES = KEY_DIM / ROW_LANES;
 constexpr int COLUMNS_PER_WARP = WARP_SIZE / ROW_LANES * COLUMNS;
-constexpr int SLICE = NUM_WARPS * COLUMNS_PER_WARP;
-constexpr int NUM_SLICES = VALUE_DIM / SLICE;
 static_assert(PASSES * ROW_LANES == KEY_DIM, "the lanes of a vector cover the rows exactly");
-static_assert(NUM_SLICES * SLICE == VALUE_DIM, "the blocks of a head cover its columns exactly");
+static_assert(NUM_WARPS * COLUMNS_PER_WARP == SLICE, "the warps of a block cover its columns exactly");
 
 struct TilePosition {
   int row_lane;

@@ -1,16 +1,11 @@
 // Keys and queries at length 1 in shared memory, in fp32: from what came, and from what the ring keeps of it.
 #pragma once
-#include "common/copy.cuh"
-#include "gated_delta_net/row.cuh"
+#include "gated_delta_net/tile.cuh"
 
 namespace replay {
 
-// Added to the sum of squares, as the models' prefill does it.
-constexpr float NORM_EPS = 1e-6f;
 // Floats between rows of u beyond the slice: eight neighbouring lanes then read eight rows without a bank conflict.
 constexpr int U_STRIDE = SLICE + 4;
-
-__device__ inline float query_scale() { return 1.0f / sqrtf(static_cast<float>(KEY_DIM)); }
 
 // Copy num_rows rows of K numbers at length `scale`, a warp each; a barrier completes it. source_of(row) is the address
 // of a row's first number.

@@ -48,23 +48,6 @@ __device__ inline void take_partials(const ChunkShared& shared, const WarpPart& 
 
 __device__ inline bool is_finite(bfloat16 value) { return (value.bits & 0x7f80u) != 0x7f80u; }
 
-// Zero times a finite number is zero; else it is NaN, which stays.
-__device__ inline bool has_non_finite(const uint32_t (&x)[4]) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sum = fmaf(high_bf16(x[i]), 0.0f, fmaf(low_bf16(x[i]), 0.0f, sum));
-  return sum != 0.0f;
-}
-
-// Replace what is not finite by zero.
-__device__ inline void clear_non_finite(uint32_t (&x)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if ((x[i] & 0x00007f80u) == 0x00007f80u) x[i] &= 0xffff0000u;
-    if ((x[i] & 0x7f800000u) == 0x7f800000u) x[i] &= 0x0000ffffu;
-  }
-}
-
 // What was cleared from a tile spoils the outputs of its own token and of those after it.
 __device__ inline void spoil_outputs(const ChunkShared& shared, const WarpPart& part, int tile, float (&sums)[2][4]) {
 #pragma unroll 1
