@@ -12,6 +12,8 @@ from trtllm_replayssm.contract.geometry import (
     StateDtype,
 )
 from trtllm_replayssm.errors import UnsupportedError
+from trtllm_replayssm.plugins import chunk_shape_gated_delta_net
+from trtllm_replayssm.plugins.chunk_shape_gated_delta_net import DeltaChunkShape
 from trtllm_replayssm.plugins.specialize import (
     CPP_TYPES,
     ROLES,
@@ -121,29 +123,43 @@ class GatedDeltaNetSpecialization:
     def _columns_per_warp(self) -> int:
         return WARP // _ROW_LANES * VECTOR_BYTES // DTYPE_BYTES[self.state_dtype]
 
+    @property
+    def chunks(self) -> DeltaChunkShape | None:
+        """The make-up of the chunked prefill; None where there is none for these constants."""
+        return chunk_shape_gated_delta_net.chunk_shape(
+            n_value_heads=self.n_value_heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            activation_dtype=self.activation_dtype,
+            state_dtype=self.state_dtype,
+        )
+
     def roles(self, architecture: str) -> tuple[Role, ...]:
         """Return the roles that an image carries for an architecture."""
         return ROLES
 
     def kernel(self, role: Role, architecture: str) -> Kernel:
         """Return the kernel that plays a role on an architecture."""
-        return role
+        is_chunked = role == "prefill" and self.chunks is not None and self.chunks.fits(architecture)
+        return "chunked_prefill" if is_chunked else role
 
     def launch_shape(self, kernel: Kernel) -> LaunchShape:
         """Return how a kernel is launched."""
-        blocks = self.n_value_heads * self.value_dim // self.slice_dim
+        symbol, columns = f"replay_gated_delta_net_{kernel}", self.n_value_heads * self.value_dim
+        if kernel == "chunked_prefill":
+            chunks = self._require_chunks()
+            return LaunchShape(symbol, columns // chunks.slice_dim, chunks.block_threads, chunks.shared_bytes)
         shared = self._step_shared_bytes() if kernel == "step" else self._prefill_shared_bytes()
-        return LaunchShape(f"replay_gated_delta_net_{kernel}", blocks, self.num_warps * WARP, shared)
+        return LaunchShape(symbol, columns // self.slice_dim, self.num_warps * WARP, shared)
 
     def defines(self, kernel: Kernel) -> dict[str, str]:
         """Return the macros that a kernel of this specialization is compiled with."""
         shape = self.launch_shape(kernel)
-        return {
+        defines = {
             "N_KEY_HEADS": str(self.n_key_heads),
             "N_VALUE_HEADS": str(self.n_value_heads),
             "KEY_DIM": str(self.key_dim),
             "VALUE_DIM": str(self.value_dim),
-            "SLICE_DIM": str(self.slice_dim),
             "HISTORY": str(self.history),
             "MAX_DRAFT_LEN": str(self.max_draft_len),
             "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
@@ -151,9 +167,22 @@ class GatedDeltaNetSpecialization:
             "GATE_TYPE": CPP_TYPES[self.gate_dtype],
             "BLOCK_THREADS": str(shape.block_x),
             "DYNAMIC_SHARED_BYTES": str(shape.dynamic_shared_bytes),
+        }
+        if kernel == "chunked_prefill":
+            return defines | self._require_chunks().defines()
+        return defines | {
+            "SLICE_DIM": str(self.slice_dim),
             "BLOCKS_PER_SM": str(_BLOCKS_PER_SM),
             "CHUNK_SIZE": str(_CHUNK_SIZE),
         }
+
+    def _require_chunks(self) -> DeltaChunkShape:
+        if self.chunks is None:
+            raise UnsupportedError(
+                f"{self}: found no chunked prefill for these constants; needed bfloat16 activations, key_dim 64 or "
+                "128. Run the prefill kernel."
+            )
+        return self.chunks
 
     def _step_shared_bytes(self) -> int:
         """Count fp32 rows of keys, u, g and queries, beta and decay, two weights per pair of rows, fold weights."""
