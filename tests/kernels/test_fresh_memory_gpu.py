@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cases import ALL_CASES, CONV_DEVICE_CASES, DTYPES, ReplayCase
+from tests.kernels.test_chunked_delta_prefill import WIDE
 from tests.ops.driver import Row, live
 from tests.ops.drivers import replayed
 from tests.ops.test_causal_conv1d import ConvDriver
@@ -15,7 +16,7 @@ from tests.ops.test_causal_conv1d import ConvDriver
 pytestmark = pytest.mark.gpu
 
 # The first three run the pipelined step where there is one, the other Mamba-2 ones the generic step, of every width and
-# type; then Gated DeltaNet.
+# type; then Gated DeltaNet, with WIDE both make-ups of its chunked prefill.
 LIVES = (
     "mamba2-G1-T4",
     "state_bf16",
@@ -31,7 +32,9 @@ LIVES = (
 )
 
 
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.name in LIVES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*(case for case in ALL_CASES if case.name in LIVES), WIDE], ids=lambda case: case.name
+)
 def test_slots_live_in_fresh_memory(case: ReplayCase, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = replayed(case, "meta", num_slots=2).make_pools()
     pools = {name: torch.empty_like(pool, device="cuda") for name, pool in shapes.items()}

@@ -1,13 +1,16 @@
 """The kernels of Gated DeltaNet: what is supported, how they are launched, and that none spills."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from tests.kernels.cubin import resources
 from tests.kernels.test_resources import GENERATIONS, STATES, WINDOWS, Kernel, problems
 from tests.pairwise import Case, pairwise
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
+from trtllm_replayssm.plugins import build, specialize
 from trtllm_replayssm.plugins.compile_image import kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
 from trtllm_replayssm.plugins.specialize import ROLES, constants_of
@@ -86,24 +89,62 @@ def test_a_history_shorter_than_the_window_is_refused() -> None:
 
 
 def test_an_image_carries_both_kernels_with_their_launch_table() -> None:
-    constants, entries = unpack(kernel_image(QWEN, ["sm_90a"]))
-    assert constants == constants_of(QWEN)
-    assert [(entry.role, entry.grid_x, entry.block_x) for entry in entries] == [
-        ("step", 128, 128),
-        ("prefill", 128, 128),
-    ]
-    assert all(entry.symbol.encode() in entry.cubin for entry in entries)
+    kernels: tuple[specialize.Kernel, ...]
+    for activation, kernels in (("bfloat16", ("step", "chunked_prefill")), ("float16", ("step", "prefill"))):
+        shape = changed(activation_dtype=activation, gate_dtype=activation)
+        constants, entries = unpack(kernel_image(shape, ["sm_90a"]))
+        assert constants == constants_of(shape)
+        for entry, role, kernel in zip(entries, ROLES, kernels, strict=True):
+            launch = shape.launch_shape(kernel)
+            assert entry.role == role
+            assert entry.symbol == launch.symbol == f"replay_gated_delta_net_{kernel}"
+            assert (entry.grid_x, entry.block_x) == (launch.grid_x, launch.block_x)
+            assert entry.dynamic_shared_bytes == launch.dynamic_shared_bytes
+            assert entry.symbol.encode() in entry.cubin
+
+
+def test_every_chunked_prefill_fits_in_its_architectures() -> None:
+    for key_dim, value_dim, state, heads in itertools.product((64, 128), range(32, 257, 32), STATES, (16, 32, 48, 64)):
+        found = changed(key_dim=key_dim, value_dim=value_dim, state_dtype=state, n_value_heads=heads)
+        assert found.chunks is not None
+        shape, columns = found.launch_shape("chunked_prefill"), found.chunks.slice_dim
+        assert columns in (32, 64) and shape.grid_x * columns == heads * value_dim
+        assert shape.block_x == 32 * (columns // 16 * found.chunks.key_splits + found.chunks.num_solvers) == 192
+        assert shape.dynamic_shared_bytes == found.chunks.shared_bytes <= 99 * 1024
+        for architecture in GENERATIONS:
+            assert found.kernel("prefill", architecture) == "chunked_prefill"
+            assert found.kernel("step", architecture) == "step"
+    # One prompt of a model with 32 heads keeps a GPU of 132 multiprocessors busy, as one with 64 heads does.
+    for heads in (32, 64):
+        assert changed(n_value_heads=heads).launch_shape("chunked_prefill").grid_x == 128
+
+
+@pytest.mark.parametrize(
+    "values", [{"key_dim": 48}, {"key_dim": 112}, {"activation_dtype": "float16"}, {"activation_dtype": "float32"}]
+)
+def test_other_shapes_prefill_token_by_token(values: dict[str, object]) -> None:
+    found = changed(**values, gate_dtype="float32")
+    assert found.chunks is None and found.kernel("prefill", "sm_90a") == "prefill"
+    with pytest.raises(UnsupportedError, match="no chunked prefill"):
+        found.launch_shape("chunked_prefill")
+
+
+def test_the_chunked_prefill_leaves_room_for_a_second_block_where_it_says_so() -> None:
+    for heads in (32, 64):
+        shape = changed(n_value_heads=heads)
+        assert shape.chunks is not None and shape.chunks.min_blocks == 2
+        found = resources(build.compile_kernel(shape, "prefill", "sm_90a"))
+        # Three warps of two blocks on each quarter of an SM; registers come in eights.
+        assert -(-found.registers // 8) * 8 * 32 * 3 <= 65536 // 4
 
 
 @pytest.mark.parametrize("architecture", GENERATIONS)
 @pytest.mark.parametrize("n_value_heads", [16, 32, 48, 64])
 def test_main_shapes_do_not_spill(n_value_heads: int, architecture: str) -> None:
-    kernels = [
-        Kernel(changed(n_value_heads=n_value_heads, max_draft_len=window - 1), role, architecture)
-        for window in WINDOWS
-        for role in ROLES
-        if role != "prefill" or window == 1
-    ]
+    shapes = [changed(n_value_heads=n_value_heads, max_draft_len=window - 1) for window in WINDOWS]
+    kernels = [Kernel(shape, "step", architecture) for shape in shapes]
+    shapes = [changed(n_value_heads=n_value_heads, state_dtype=state) for state in STATES]
+    kernels += [Kernel(shape, "prefill", architecture) for shape in shapes]
     assert not (found := problems(kernels)), "\n".join(found)
 
 
