@@ -17,48 +17,50 @@ _D_STATE, _MAX_HISTORY, _MAX_WINDOW = 128, 32, 8
 _PADDING_BYTES = 16
 _BARRIER_BYTES = 8
 _CHUNK_DESCRIPTION_BYTES = 36
-_CONSUMERS = 8
-# Two warps share a chunk; the other team has the next chunk meanwhile.
+CONSUMERS = 8
+# A team shares a chunk, a half warp having one head; the other team has the next chunk meanwhile.
 _TEAMS, _TEAM_WARPS = 2, 2
-# As many warps as in layout.cuh: for B and C, for x, for dt; and each head's A, D and dt_bias.
-_LOADERS, _CONSTANTS = 3, 3
-_WARPS = _CONSUMERS + _TEAMS * _TEAM_WARPS + _LOADERS + 1
-# So many chunks' worth for each thread block are cut into so many parts, to end together.
-_TAIL_CHUNKS, _TAIL_PARTS = 3, 2
+# As many warps as in the layout.cuh of each recurrence.
+LOADERS = 3
+_CONSTANTS = 3  # each head's A, D and dt_bias
+# So many chunks' worth for each thread block are cut into the first number of parts that fits, to end together.
+_TAIL_CHUNKS, _TAIL_PARTS = 3, (2, 3, 1)
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """How a thread block of the pipelined step is made up; the words are those of ``pipeline/layout.cuh``.
+    """How a thread block of a pipelined step is made up; the words are those of ``common/pipeline``.
 
     Attributes:
         num_stages: tiles that shared memory holds, a multiple of the consumer warps.
         chunk_heads: most heads of a chunk, a power of two that divides the heads of a group.
         chunk_buffers: chunks whose token rows shared memory holds.
         shared_bytes: all of it.
+        team_warps: coefficient warps that share a chunk.
     """
 
     num_stages: int
     chunk_heads: int
     chunk_buffers: int
     shared_bytes: int
+    team_warps: int = _TEAM_WARPS
 
     @property
     def block_threads(self) -> int:
         """Threads of a block: consumer, coefficient and loader warps and the producer's warp."""
-        return _WARPS * _WARP
+        return (CONSUMERS + _TEAMS * self.team_warps + LOADERS + 1) * _WARP
 
     def defines(self) -> dict[str, str]:
         """Return the macros that tell the sources."""
         return {
-            "NUM_CONSUMERS": str(_CONSUMERS),
+            "NUM_CONSUMERS": str(CONSUMERS),
             "COEFFICIENT_TEAMS": str(_TEAMS),
-            "TEAM_WARPS": str(_TEAM_WARPS),
+            "TEAM_WARPS": str(self.team_warps),
             "NUM_STAGES": str(self.num_stages),
             "CHUNK_HEADS": str(self.chunk_heads),
             "CHUNK_BUFFERS": str(self.chunk_buffers),
             "TAIL_CHUNKS": str(_TAIL_CHUNKS),
-            "TAIL_PARTS": str(min(_TAIL_PARTS, self.chunk_heads)),
+            "TAIL_PARTS": str(next(parts for parts in _TAIL_PARTS if self.chunk_heads % parts == 0)),
         }
 
 
@@ -86,25 +88,40 @@ def pipeline_shape(
     chunk_heads = 4
     while heads_per_group % chunk_heads:
         chunk_heads //= 2
-    tile_bytes = _TILE_ROWS * d_state * DTYPE_BYTES[state_dtype] + 2 * _BARRIER_BYTES
+    tile_bytes = _TILE_ROWS * d_state * DTYPE_BYTES[state_dtype]
     # Long windows of wide heads have large buffers: better fewer or smaller ones than less than two tiles a consumer.
     # A third buffer brings small states sooner where rows are few; with large ones the blocks would end further apart.
     buffers = 3 if state_dtype == "bfloat16" else 2
     choices = [(chunk_heads, buffers), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
     for heads, chunk_buffers in choices:
-        fixed = chunk_buffers * (_buffer_bytes(head_dim, heads, history, window) + (3 + _LOADERS) * _BARRIER_BYTES)
-        num_stages = (_SHARED_BYTES - fixed - 15) // tile_bytes // _CONSUMERS * _CONSUMERS
-        if num_stages >= 2 * _CONSUMERS:
-            shared_bytes = -(-(num_stages * tile_bytes + fixed) // 16) * 16
-            return PipelineShape(num_stages, heads, chunk_buffers, shared_bytes)
+        fixed = chunk_buffers * buffer_bytes(_payload_bytes(head_dim, heads, history, window))
+        num_stages = stages_that_fit(tile_bytes, fixed, multiple_of=CONSUMERS)
+        if num_stages >= 2 * CONSUMERS:
+            return PipelineShape(num_stages, heads, chunk_buffers, shared_bytes(num_stages, tile_bytes, fixed))
     raise AssertionError("every fitting shape has a make-up")
 
 
-def _buffer_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -> int:
-    """Count x, B and C, weights, dt, constants, decays, fold weights, description; in whole 128 bytes."""
+def _payload_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -> int:
+    """Count x, B and C, weights, dt, constants, decays, fold weights."""
     token_rows = history + window
     x_bytes = token_rows * (2 * chunk_heads * head_dim + _PADDING_BYTES)
     bc_bytes = (token_rows + window) * (2 * _D_STATE + _PADDING_BYTES)
     row_groups = -(-history // 16)
     per_head = window * (64 * row_groups + 4) + (16 * row_groups + 1) * 4 + (token_rows + _CONSTANTS) * 4
-    return -(-(x_bytes + bc_bytes + chunk_heads * per_head + _CHUNK_DESCRIPTION_BYTES) // 128) * 128
+    return x_bytes + bc_bytes + chunk_heads * per_head
+
+
+def buffer_bytes(payload_bytes: int) -> int:
+    """Count a chunk buffer: what a recurrence keeps there and the description, in whole 128 bytes; and its barriers."""
+    return -(-(payload_bytes + _CHUNK_DESCRIPTION_BYTES) // 128) * 128 + (3 + LOADERS) * _BARRIER_BYTES
+
+
+def shared_bytes(num_stages: int, stage_bytes: int, fixed_bytes: int) -> int:
+    """Count stages with their barriers, and what is fixed, in whole 16 bytes."""
+    return -(-(num_stages * (stage_bytes + 2 * _BARRIER_BYTES) + fixed_bytes) // 16) * 16
+
+
+def stages_that_fit(stage_bytes: int, fixed_bytes: int, *, multiple_of: int) -> int:
+    """Count the stages that shared memory has room for beside what is fixed."""
+    stages = (_SHARED_BYTES - fixed_bytes - 15) // (stage_bytes + 2 * _BARRIER_BYTES)
+    return stages // multiple_of * multiple_of

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,10 +132,7 @@ def test_changed_sources_are_compiled_anew_and_their_errors_shown(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("common", "nvrtc", "causal_conv1d"):
-        target = tmp_path / "sources" / folder
-        target.mkdir(parents=True)
-        for path in (build.SOURCE_DIR / folder).iterdir():
-            (target / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(build.SOURCE_DIR / folder, tmp_path / "sources" / folder)
     build.compile_kernel(CONV, "step", "sm_80")
     (tmp_path / "sources" / "causal_conv1d" / "channels.cuh").write_text("not C++")
     monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "sources")

@@ -45,6 +45,13 @@ __device__ inline float reciprocal(float x) {
   return result;
 }
 
+// 1 / sqrt(x), to about 2^-22 of the result.
+__device__ inline float rsqrt(float x) {
+  float result;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // Make a value look new to the compiler, so that what it makes of it is not kept in registers from loop to loop.
 __device__ inline void make_opaque(uint32_t& word) { asm volatile("" : "+r"(word)); }
 __device__ inline void make_opaque(uint16_t& word) { asm volatile("" : "+h"(word)); }

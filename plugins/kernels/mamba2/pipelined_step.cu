@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   const PipelineShared shared(shared_memory);
   const int warp = threadIdx.x / WARP_SIZE, loader = warp - (NUM_CONSUMERS + NUM_WEIGHERS);
   const bool is_producer = loader == NUM_LOADERS && threadIdx.x % WARP_SIZE == 0;
-  const ChunkPlan plan(params);
+  const HeadPlan plan(params);
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
   // Nobody else waits for it.
@@ -29,10 +29,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     consume(params, shared, warp);
   } else if (loader < 0) {
     weigh(params, shared, warp - NUM_CONSUMERS);
-  } else if (loader == TIMES_LOADER) {
-    take_chunks(params, shared, plan);
   } else if (loader < NUM_LOADERS) {
-    follow_chunks(params, shared, static_cast<Loader>(loader));
+    load(params, shared, plan, static_cast<Loader>(loader));
   } else if (is_producer) {
     produce(params, shared);
   }

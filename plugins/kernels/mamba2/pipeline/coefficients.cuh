@@ -6,27 +6,12 @@
 // not there have dt 0 and are chosen away, so no dead memory reaches a weight.
 #pragma once
 #include "common/mma.cuh"
+#include "common/pipeline/loading.cuh"
 #include "common/softplus.cuh"
+#include "common/suffix_sums.cuh"
 #include "mamba2/pipeline/work.cuh"
 
 namespace replay {
-
-struct SuffixSums {
-  float from;   // over this row and those after it
-  float after;  // over those after it
-};
-
-// Of the rows of a group; `beyond` is the sum over the groups after it.
-__device__ inline SuffixSums suffix_sums(float value, float beyond) {
-  const int row = threadIdx.x % HALF_WARP;
-#pragma unroll
-  for (int offset = 1; offset < HALF_WARP; offset *= 2) {
-    const float other = __shfl_down_sync(FULL_WARP, value, offset, HALF_WARP);
-    if (row + offset < HALF_WARP) value += other;
-  }
-  const float after = __shfl_down_sync(FULL_WARP, value, 1, HALF_WARP);
-  return {value + beyond, (row == HALF_WARP - 1 ? 0.0f : after) + beyond};
-}
 
 // Scores B_i . C_t of the rows i that the outputs see, which the heads of a group share; in the order of a product's
 // sums, with i down and t across. What stands in rows that are not there, NaN even, stays in its row or column.
@@ -75,12 +60,8 @@ struct Scores {
 
 // dt of a window token, after softplus.
 __device__ inline float window_time(const ChunkTensors& tensors, ChunkBuffer buffer, int head, int token) {
-  uint32_t word = *buffer.raw_time(head, token);
-  // Of two 16-bit numbers in the word, the upper one?
-  if (sizeof(DT_TYPE) == 2 && (reinterpret_cast<uintptr_t>(tensors.raw_dt(token, head)) & 2) != 0) word >>= 16;
-  DT_TYPE raw;
-  memcpy(&raw, &word, sizeof(raw));
-  return softplus(to_float(raw) + buffer.constants(2)[head]);
+  const float raw = number_in(*buffer.raw_time(head, token), tensors.raw_dt(token, head));
+  return softplus(raw + buffer.constants(2)[head]);
 }
 
 // What a lane knows of one head before the scores: in each group, dt of its row among those that the outputs see, and

@@ -176,7 +176,7 @@ __device__ inline void consume_tiles(const ChunkTensors& tensors, const Pipeline
   const WindowC C(buffer, lengths.num_tokens);
   const OutputLane output(tensors);
 #pragma unroll 1
-  for (; turn.tile < tensors.chunk.num_tiles(); turn.next()) {
+  for (; turn.tile < tensors.num_tiles(); turn.next()) {
     const int channel = turn.tile * TILE_ROWS;  // of the chunk's rows of x
     float rows[4] = {}, state[2][4] = {};
     turn.wait(shared);
@@ -196,7 +196,7 @@ __device__ inline void fold_tiles(const ChunkTensors& tensors, const PipelineSha
   const StagedC C{buffer, lengths.num_tokens};
   const PendingB B{buffer, lengths.pending};
 #pragma unroll 1
-  for (; turn.tile < tensors.chunk.num_tiles(); turn.next()) {
+  for (; turn.tile < tensors.num_tiles(); turn.next()) {
     const int channel = turn.tile * TILE_ROWS, head = turn.tile / TILES_PER_HEAD;
     const float* fold_weights = buffer.fold_weights(head);
     float rows[4] = {}, state[2][4] = {};
@@ -229,7 +229,7 @@ __device__ inline void consume(const Mamba2Params& params, const PipelineShared&
     } else {
       consume_tiles(tensors, shared, buffer, rest, turn);
     }
-    turn.tile -= chunk.num_tiles();
+    turn.tile -= tensors.num_tiles();
     __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(chunk_turn.index()));
   }

@@ -33,7 +33,7 @@ __device__ inline void prefetch_rows(const ChunkTensors& tensors) {
 
 // The producer's warp, while the kernel before this one may still run: bring the block's first chunk to the cache, by a
 // guess of the lengths; token rows first, behind the tiles they would come late.
-__device__ inline void prefetch_first_chunk(const Mamba2Params& params, const ChunkPlan& plan) {
+__device__ inline void prefetch_first_chunk(const Mamba2Params& params, const HeadPlan& plan) {
   const RawLengths guess = RawLengths::read<Reading::GUESS>(params, plan.row_of(blockIdx.x));
   const Chunk chunk = plan.at(blockIdx.x, guess.clamped(params, plan.ring));
   if (!chunk.lengths.is_active()) return;
@@ -41,7 +41,7 @@ __device__ inline void prefetch_first_chunk(const Mamba2Params& params, const Ch
   prefetch_rows(tensors);
   __syncwarp();
   if (threadIdx.x % WARP_SIZE == 0 && chunk.lengths.has_state()) {
-    ptx::prefetch_bulk(tensors.state(), chunk.num_tiles() * TILE_BYTES);
+    ptx::prefetch_bulk(tensors.state(), tensors.num_tiles() * TILE_BYTES);
   }
 }
 
@@ -54,10 +54,11 @@ __device__ inline void produce(const Mamba2Params& params, const PipelineShared&
     ptx::barrier_wait(shared.is_chunk_known(turn.index()), turn.parity());
     const Chunk chunk = shared.buffer(turn.index()).chunk();
     if (chunk.num_heads == 0) return;
-    const unsigned char* state = reinterpret_cast<const unsigned char*>(ChunkTensors{params, chunk}.state());
+    const ChunkTensors tensors{params, chunk};
+    const unsigned char* state = reinterpret_cast<const unsigned char*>(tensors.state());
     const bool is_read = chunk.lengths.is_state_read();
 #pragma unroll 1
-    for (int tile = chunk.num_tiles(); tile > 0; --tile) {
+    for (int tile = tensors.num_tiles(); tile > 0; --tile) {
       const uint32_t is_full = shared.is_stage_full(stage.index());
       ptx::barrier_wait(shared.is_stage_free(stage.index()), stage.parity_before());
       ptx::barrier_expect(is_full, is_read ? TILE_BYTES : 0);

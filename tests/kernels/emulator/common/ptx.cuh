@@ -39,6 +39,8 @@ inline float exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 
 inline float reciprocal(float x) { return 1.0f / x; }
 
+inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
+
 inline void make_opaque(uint32_t&) {}
 inline void make_opaque(uint16_t&) {}
 
