@@ -59,8 +59,9 @@ def mamba2(tensors: Mapping[str, Tensor], *, history: int, max_draft_len: int) -
         (n_heads, head_dim, B.shape[3], B.shape[2], history, max_draft_len),
         (x.dtype, tensors["ssm_state"].dtype, tensors["dt"].dtype),
     )
-    is_prefill = protocol.is_prefill(seq_len, max_draft_len)
-    role = "prefill" if is_prefill else _step_role(specialization, tensors, device_architecture(x.device.index))
+    role: Role = "prefill"
+    if not protocol.is_prefill(seq_len, max_draft_len):
+        role = _step_role(specialization, x.device.index, by_heads=x, in_pieces=(x, B, tensors["C"]))
     kernel = load(specialization, role, x.device.index)
     num_taken = counter_of_launch(x.device) if role == "pipelined_step" else 0
     params = mamba2_params(tuple(tensors[name] for name in MAMBA2.inputs), y, num_taken)
@@ -95,9 +96,13 @@ def gated_delta_net(tensors: Mapping[str, Tensor], *, history: int, max_draft_le
         (k.shape[2], n_value_heads, k.shape[3], value_dim, history, max_draft_len),
         (v.dtype, tensors["ssm_state"].dtype, tensors["a"].dtype),
     )
-    role: Role = "prefill" if protocol.is_prefill(seq_len, max_draft_len) else "step"
-    params = gated_delta_net_params(tuple(tensors[name] for name in GATED_DELTA_NET.inputs), o)
-    launch(load(specialization, role, v.device.index), params, num_rows, v.device)
+    role: Role = "prefill"
+    if not protocol.is_prefill(seq_len, max_draft_len):
+        role = _step_role(specialization, v.device.index, by_heads=v, in_pieces=(tensors["q"], k, v))
+    kernel = load(specialization, role, v.device.index)
+    num_taken = counter_of_launch(v.device) if role == "pipelined_step" else 0
+    params = gated_delta_net_params(tuple(tensors[name] for name in GATED_DELTA_NET.inputs), o, num_taken)
+    launch(kernel, params, num_rows, v.device)
     return o
 
 
@@ -132,15 +137,22 @@ def causal_conv1d(tensors: Mapping[str, Tensor | None], *, activation: str | Non
     return y
 
 
-def _step_role(specialization: Mamba2Specialization, tensors: Mapping[str, Tensor], architecture: str) -> Role:
-    """Choose between the kernels of a step: the pipelined one reads x, B and C in 16-byte pieces, x by chunks of heads.
+def _step_role(
+    specialization: Mamba2Specialization | GatedDeltaNetSpecialization,
+    device_index: int,
+    *,
+    by_heads: Tensor,
+    in_pieces: tuple[Tensor, ...],
+) -> Role:
+    """Choose between the kernels of a step: the pipelined one reads inputs in 16-byte pieces, one by chunks of heads.
 
     The pools are in such pieces always (``_MAMBA2_SLOTS``). Decided from addresses and strides alone.
     """
-    is_readable = layouts.are_heads_neighbours(tensors["x"]) and all(
-        layouts.is_in_pieces(tensors[name], VECTOR_BYTES) for name in ("x", "B", "C")
+    is_readable = layouts.are_heads_neighbours(by_heads) and all(
+        layouts.is_in_pieces(tensor, VECTOR_BYTES) for tensor in in_pieces
     )
-    return "pipelined_step" if is_readable and "pipelined_step" in specialization.roles(architecture) else "step"
+    roles = specialization.roles(device_architecture(device_index))
+    return "pipelined_step" if is_readable and "pipelined_step" in roles else "step"
 
 
 @cache

@@ -49,14 +49,14 @@ class GatedDeltaNetParams(ctypes.Structure):
         *_fields(
             ctypes.c_void_p,
             "q k v a b A_log dt_bias ssm_state k_ring u_ring g_ring "
-            "past_lengths checkpoint_lengths num_tokens slot_ids o",
+            "past_lengths checkpoint_lengths num_tokens slot_ids o num_taken",
         ),
         *_fields(ctypes.c_int64, "q_stride_batch q_stride_token q_stride_head"),
         *_fields(ctypes.c_int64, "k_stride_batch k_stride_token k_stride_head"),
         *_fields(ctypes.c_int64, "v_stride_batch v_stride_token v_stride_head"),
         *_fields(ctypes.c_int64, "a_stride_batch a_stride_token b_stride_batch b_stride_token"),
         *_fields(ctypes.c_int64, "ssm_state_stride_slot k_ring_stride_slot u_ring_stride_slot g_ring_stride_slot"),
-        *_fields(ctypes.c_int32, "seq_len ring_rows"),
+        *_fields(ctypes.c_int32, "seq_len ring_rows num_rows num_slots"),
     ]
 
 
@@ -96,22 +96,26 @@ def mamba2_params(tensors: tuple[Tensor, ...], y: Tensor, num_taken: int) -> Mam
     )
 
 
-def gated_delta_net_params(tensors: tuple[Tensor, ...], o: Tensor) -> GatedDeltaNetParams:
+def gated_delta_net_params(tensors: tuple[Tensor, ...], o: Tensor, num_taken: int) -> GatedDeltaNetParams:
     """Pack addresses and strides.
 
     Args:
         tensors: the inputs in the order of ``contract.plugin_io.GATED_DELTA_NET.inputs``.
         o: the output.
+        num_taken: the address of a counter (``plugins.counters``); 0 for a kernel that is not persistent.
     """
     vectors, gates, pools = tensors[:3], tensors[3:5], tensors[7:11]
     return GatedDeltaNetParams(
         *[tensor.data_ptr() for tensor in tensors],
         o.data_ptr(),
+        num_taken,
         *[stride for tensor in vectors for stride in tensor.stride()[:3]],
         *[stride for tensor in gates for stride in tensor.stride()[:2]],
         *[pool.stride(0) for pool in pools],
         o.shape[1],
         pools[1].shape[1],
+        o.shape[0],
+        pools[0].shape[0],
     )
 
 

@@ -12,8 +12,10 @@ from trtllm_replayssm.contract.geometry import (
     StateDtype,
 )
 from trtllm_replayssm.errors import UnsupportedError
-from trtllm_replayssm.plugins import chunk_shape_gated_delta_net
+from trtllm_replayssm.plugins import chunk_shape_gated_delta_net, pipeline_shape_gated_delta_net
 from trtllm_replayssm.plugins.chunk_shape_gated_delta_net import DeltaChunkShape
+from trtllm_replayssm.plugins.pipeline_shape import ARCHITECTURES
+from trtllm_replayssm.plugins.pipeline_shape_gated_delta_net import GatedDeltaNetPipelineShape
 from trtllm_replayssm.plugins.specialize import (
     CPP_TYPES,
     ROLES,
@@ -134,9 +136,23 @@ class GatedDeltaNetSpecialization:
             state_dtype=self.state_dtype,
         )
 
+    @property
+    def pipeline(self) -> GatedDeltaNetPipelineShape | None:
+        """The make-up of the pipelined step; None where there is none for these constants."""
+        return pipeline_shape_gated_delta_net.pipeline_shape(
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            heads_per_key=self.n_value_heads // self.n_key_heads,
+            history=self.history,
+            window=self.window,
+            activation_dtype=self.activation_dtype,
+            state_dtype=self.state_dtype,
+        )
+
     def roles(self, architecture: str) -> tuple[Role, ...]:
         """Return the roles that an image carries for an architecture."""
-        return ROLES
+        is_pipelined = architecture in ARCHITECTURES and self.pipeline is not None
+        return (*ROLES, "pipelined_step") if is_pipelined else ROLES
 
     def kernel(self, role: Role, architecture: str) -> Kernel:
         """Return the kernel that plays a role on an architecture."""
@@ -146,6 +162,9 @@ class GatedDeltaNetSpecialization:
     def launch_shape(self, kernel: Kernel) -> LaunchShape:
         """Return how a kernel is launched."""
         symbol, columns = f"replay_gated_delta_net_{kernel}", self.n_value_heads * self.value_dim
+        if kernel == "pipelined_step":
+            shape = self._require_pipeline()
+            return LaunchShape(symbol, self.n_value_heads, shape.block_threads, shape.shared_bytes, is_persistent=True)
         if kernel == "chunked_prefill":
             chunks = self._require_chunks()
             return LaunchShape(symbol, columns // chunks.slice_dim, chunks.block_threads, chunks.shared_bytes)
@@ -170,11 +189,21 @@ class GatedDeltaNetSpecialization:
         }
         if kernel == "chunked_prefill":
             return defines | self._require_chunks().defines()
+        if kernel == "pipelined_step":
+            return defines | self._require_pipeline().defines()
         return defines | {
             "SLICE_DIM": str(self.slice_dim),
             "BLOCKS_PER_SM": str(_BLOCKS_PER_SM),
             "CHUNK_SIZE": str(_CHUNK_SIZE),
         }
+
+    def _require_pipeline(self) -> GatedDeltaNetPipelineShape:
+        if self.pipeline is None:
+            raise UnsupportedError(
+                f"{self}: found no pipelined step for these constants; needed bfloat16 activations, a state in float32 "
+                "or bfloat16, key_dim and value_dim 64 or 128, history at most 16. Run the step kernel."
+            )
+        return self.pipeline
 
     def _require_chunks(self) -> DeltaChunkShape:
         if self.chunks is None:

@@ -139,8 +139,12 @@ class Emulator:
         )
         o = torch.full(v.shape, torch.nan, dtype=v.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.GATED_DELTA_NET.inputs)
+        num_taken = torch.zeros(1, dtype=torch.int32)
+        params = gated_delta_net_params(inputs, o, num_taken.data_ptr())
         kernel = (self.kernel or "step") if v.shape[1] <= specialization.window else self.prefill
-        self._run(specialization, kernel, gated_delta_net_params(inputs, o), inputs, o)
+        self._run(specialization, kernel, params, inputs, o)
+        if num_taken.item() != 0:
+            raise EmulationError(f"the counter was left at {num_taken.item()}: the next launch would begin with it")
         return o
 
     def causal_conv1d(self, *, activation: str | None, **tensors: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ struct GatedDeltaNetParams {
   const int32_t* num_tokens;          // [B]
   const int32_t* slot_ids;            // [B], -1: padding row
   void* o;                   // [B, S, Hv, V] activation type, out, contiguous
+  uint32_t* num_taken;       // for persistent kernels, whose blocks share work out: 0 before and after each launch
   // Strides in elements.
   int64_t q_stride_batch, q_stride_token, q_stride_head;
   int64_t k_stride_batch, k_stride_token, k_stride_head;
@@ -29,4 +30,6 @@ struct GatedDeltaNetParams {
   int64_t ssm_state_stride_slot, k_ring_stride_slot, u_ring_stride_slot, g_ring_stride_slot;
   int32_t seq_len;           // S
   int32_t ring_rows;         // R
+  int32_t num_rows;          // B; for persistent kernels, whose grid does not tell
+  int32_t num_slots;         // for prefetches, which may come before the slot ids are written
 };

@@ -1,7 +1,7 @@
 // Which heads a thread block works on, in which chunks.
 //
-// A *chunk* is up to CHUNK_HEADS neighbouring heads of one row of the step that share what comes once for all heads of a
-// group. Chunks are taken by thread blocks as they come to them. Equal shares would end far apart: a flush writes what
+// A *chunk* is up to CHUNK_HEADS neighbouring heads of one row of the step that share what comes once for all heads of
+// a group. Chunks are taken by thread blocks as they come to them. Equal shares would end far apart: a flush writes what
 // others only read, a row without a checkpoint reads none, and multiprocessors do not all get the same part of the
 // bandwidth.
 #pragma once

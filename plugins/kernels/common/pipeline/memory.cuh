@@ -47,8 +47,8 @@ struct PipelineMemory {
   __device__ uint32_t barrier(int index) const { return address + BARRIERS + 8 * index; }
   __device__ uint32_t is_stage_full(int stage) const { return barrier(stage); }
   __device__ uint32_t is_stage_free(int stage) const { return barrier(NUM_STAGES + stage); }
-  // The description of the chunk is there; its weights are; everybody is through with it; what a loader brings is there.
-  // Of those who then free it some must have waited for each loader: none may fall a chunk buffer's turn behind.
+  // The description of the chunk is there; its weights are; everybody is through with it; what a loader brings is
+  // there. Of those who free it some must have waited for each loader: none may fall a chunk buffer's turn behind.
   __device__ uint32_t is_chunk_known(int buffer) const { return chunk_barrier(0, buffer); }
   __device__ uint32_t is_chunk_weighed(int buffer) const { return chunk_barrier(1, buffer); }
   __device__ uint32_t is_chunk_free(int buffer) const { return chunk_barrier(2, buffer); }

@@ -1,0 +1,199 @@
+// The consumer warps: per head, fold if it is due, what the window's keys and queries read of the state, and outputs.
+#pragma once
+#include "gated_delta_net/pipeline/fold.cuh"
+#include "gated_delta_net/pipeline/window.cuh"
+
+namespace replay {
+
+// One lane's view of a tile: its columns of the rows of its part, in shared memory and in the pool.
+struct TileRows {
+  const unsigned char* staged;
+  unsigned char* memory;
+
+  __device__ TileRows(const ChunkTensors& tensors, const PipelineShared& shared, const HeadColumns& columns, int tile,
+                      int stage) {
+    const int q = threadIdx.x % 4, offset = columns.column * static_cast<int>(sizeof(STATE_TYPE));
+    staged = shared.base + stage * STAGE_BYTES + q * PART_STRIDE + offset;
+    const int row = columns.head * KEY_DIM + q * PART_ROWS + tile * TILE_ROWS;
+    memory = reinterpret_cast<unsigned char*>(tensors.state()) + row * STATE_ROW_BYTES + offset;
+  }
+  __device__ StateVector load(int row) const {
+    return *reinterpret_cast<const StateVector*>(staged + row * STATE_ROW_BYTES);
+  }
+  __device__ void store(int row, const StateVector& vector) const {
+    ptx::store(reinterpret_cast<StateVector*>(memory + row * STATE_ROW_BYTES), vector);
+  }
+};
+
+// One warp's place among the heads of its thread block.
+struct ConsumerTurn {
+  int head;                  // of the chunk
+  Turn<GROUP_STAGES> stage;  // of the group's
+
+  __device__ ConsumerTurn() : head(group()) {}
+
+  __device__ static int group() { return static_cast<int>(threadIdx.x) / (GROUP_WARPS * WARP_SIZE); }
+  __device__ int stage_index() const { return group() * GROUP_STAGES + stage.index(); }
+  __device__ void wait(const PipelineShared& shared) const {
+    ptx::barrier_wait(shared.is_stage_full(stage_index()), stage.parity());
+  }
+  // All lanes are through with the stage.
+  __device__ void release(const PipelineShared& shared) {
+    __syncwarp();
+    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_stage_free(stage_index()));
+    stage.advance(1);
+  }
+};
+
+// sums += S^T x over a tile of the checkpoint as it stands.
+__device__ inline void multiply_tile(const TileRows& rows, const WindowColumns& x, int tile, ReadSums& read,
+                                     ReadSums& low) {
+#pragma unroll
+  for (int row = 0; row < TILE_ROWS; row += PRODUCT_ROWS) {
+    StateVector vectors[PRODUCT_ROWS];
+#pragma unroll
+    for (int k = 0; k < PRODUCT_ROWS; ++k) vectors[k] = rows.load(row + k);
+#pragma unroll
+    for (int b = 0; b < TOKEN_BLOCKS; ++b) {
+      ProductPairs pairs;
+#pragma unroll
+      for (int k = 0; k < PRODUCT_ROWS / 2; ++k) {
+        const int pair = (tile * TILE_ROWS + row) / 2 + k;
+        pairs.words[k] = x.vectors[b][pair / PAIRS_PER_VECTOR].words[pair % PAIRS_PER_VECTOR];
+      }
+      multiply_rows(vectors, pairs, read.sums[b], low.sums[b]);
+    }
+    // For the compiler: with more vectors at once other things would leave the registers.
+    if (row % 8 == 8 - PRODUCT_ROWS) __syncwarp();
+  }
+}
+
+// The same of the checkpoint that the fold makes, which is written to memory on the way; keys and queries stay in
+// shared memory: registers are few.
+__device__ inline void fold_and_multiply_tile(const TileRows& rows, bool has_state, ChunkBuffer buffer,
+                                              const WeightedU& u, float decay, int tile,
+                                              ReadSums& read) {
+#pragma unroll 1
+  for (int block = 0; block < TILE_ROWS / FOLD_ROWS; ++block) {
+    const int block_of_head = tile * (TILE_ROWS / FOLD_ROWS) + block;
+    const PendingKeys keys(buffer, block_of_head);
+#pragma unroll
+    for (int row = 0; row < FOLD_ROWS; row += PRODUCT_ROWS) {
+      StateVector vectors[PRODUCT_ROWS];
+#pragma unroll
+      for (int k = 0; k < PRODUCT_ROWS; k += 2) {
+        StateVector pair[2] = {};
+        if (has_state) {
+          pair[0] = rows.load(block * FOLD_ROWS + row + k);
+          pair[1] = rows.load(block * FOLD_ROWS + row + k + 1);
+        }
+        fold_rows(u, keys.pairs[(row + k) / 2], decay, pair);
+        rows.store(block * FOLD_ROWS + row + k, pair[0]);
+        rows.store(block * FOLD_ROWS + row + k + 1, pair[1]);
+        vectors[k] = pair[0];
+        vectors[k + 1] = pair[1];
+      }
+      __syncwarp();  // for the compiler: it would load all vectors at once, for which registers are too few
+#pragma unroll
+      for (int b = 0; b < TOKEN_BLOCKS; ++b) {
+        const ProductPairs pairs = ColumnPart(buffer, b).product_pairs(block_of_head * FOLD_ROWS + row);
+        multiply_rows(vectors, pairs, read.sums[b], read.sums[b]);
+      }
+    }
+  }
+}
+
+// The sum of both, times a factor.
+__device__ inline void add_and_scale(ReadSums& read, const ReadSums& low, float factor) {
+#pragma unroll
+  for (int b = 0; b < TOKEN_BLOCKS; ++b) {
+#pragma unroll
+    for (int i = 0; i < COLUMN_PAIRS; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (IS_STATE_FP32) read.sums[b][i][k] += low.sums[b][i][k];
+        read.sums[b][i][k] *= factor;
+      }
+    }
+  }
+}
+
+// What a consumer waits for after keys and queries.
+struct ChunkWait {
+  uint32_t is_weighed, are_values_loaded, parity;
+
+  __device__ void wait() const {
+    ptx::barrier_wait(are_values_loaded, parity);
+    ptx::barrier_wait(is_weighed, parity);
+  }
+};
+
+// What keys and queries read of a head, the pending rows included. They are there, and read the state while values are
+// still on their way and weights made.
+__device__ inline void read_head(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
+                                 const HeadColumns& columns, const ChunkWait& rest, ConsumerTurn& turn,
+                                 ReadSums& read) {
+  const RowLengths& lengths = tensors.chunk.lengths;
+  const bool is_state_read = lengths.is_state_read();
+  const WindowColumns x(buffer);
+  ReadSums low = {};
+#pragma unroll
+  for (int tile = 0; tile < TILES_PER_HEAD; ++tile) {
+    turn.wait(shared);
+    if (is_state_read) {
+      multiply_tile(TileRows(tensors, shared, columns, tile, turn.stage_index()), x, tile, read, low);
+    }
+    turn.release(shared);
+  }
+  rest.wait();
+  add_and_scale(read, low, buffer.row_weights(columns.head)[MMA_TOKENS]);
+  if (lengths.is_active()) add_pending(buffer, columns, lengths.pending, read);
+}
+
+// The same in a flush, of the checkpoint that it makes of state and pending rows.
+__device__ inline void fold_head(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
+                                 const HeadColumns& columns, const ChunkWait& rest, ConsumerTurn& turn,
+                                 ReadSums& read) {
+  const RowLengths& lengths = tensors.chunk.lengths;
+  const float* weights = buffer.row_weights(columns.head);
+  rest.wait();
+  const WeightedU u(columns.u(buffer), weights, lengths.pending);
+#pragma unroll 1
+  for (int tile = 0; tile < TILES_PER_HEAD; ++tile) {
+    turn.wait(shared);
+    fold_and_multiply_tile(TileRows(tensors, shared, columns, tile, turn.stage_index()), lengths.has_state(), buffer,
+                           u, weights[MMA_TOKENS], tile, read);
+    turn.release(shared);
+  }
+}
+
+__device__ inline void consume(const GatedDeltaNetParams& params, const PipelineShared& shared) {
+  ConsumerTurn turn;
+  Turn<CHUNK_BUFFERS> chunk_turn;
+#pragma unroll 1
+  for (;; chunk_turn.advance(1)) {
+    const ChunkBuffer buffer = shared.buffer(chunk_turn.index());
+    ptx::barrier_wait(shared.is_loaded(KEYS_LOADER, chunk_turn.index()), chunk_turn.parity());
+    const Chunk& chunk = buffer.chunk();  // where it stands: registers are few
+    if (chunk.num_heads == 0) return;
+    const ChunkTensors tensors{params, chunk};
+#pragma unroll 1
+    for (; turn.head < chunk.num_heads; turn.head += NUM_GROUPS) {
+      const ChunkWait rest{shared.is_chunk_weighed(chunk_turn.index()),
+                           shared.is_loaded(VALUES_LOADER, chunk_turn.index()), chunk_turn.parity()};
+      const HeadColumns columns(turn.head);
+      ReadSums read = {};
+      if (chunk.lengths.is_active() && chunk.lengths.is_flush()) {
+        fold_head(tensors, shared, buffer, columns, rest, turn, read);
+      } else {
+        read_head(tensors, shared, buffer, columns, rest, turn, read);
+      }
+      finish_head(tensors, buffer, columns, read);
+    }
+    turn.head -= chunk.num_heads;
+    __syncwarp();
+    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(chunk_turn.index()));
+  }
+}
+
+}  // namespace replay
