@@ -221,6 +221,17 @@ GATED_DELTA_NET_CASES = (
     GatedDeltaNetCase("gdn-state_bf16", 2, 4, 64, 64, 16, 3, state="bfloat16"),
     GatedDeltaNetCase("gdn-state_fp16", 2, 4, 128, 32, 16, 3, "float16", "float16", "float32"),
 )
+# On a GPU alone, as SHAPE_CASES: those that one with bulk copies runs by the pipelined step.
+GATED_DELTA_NET_SHAPE_CASES = (
+    GatedDeltaNetCase("gdn-2x8-decode-state_bf16", 2, 8, 128, 128, 16, 0, state="bfloat16"),
+    GatedDeltaNetCase("gdn-2x6-T4-state_bf16", 2, 6, 128, 128, 16, 3, state="bfloat16", spare_ring_rows=1),
+    GatedDeltaNetCase("gdn-2x4-T8", 2, 4, 128, 128, 16, 7),
+    GatedDeltaNetCase("gdn-4x4-T2-W8", 4, 4, 128, 128, 8, 1, gate="float32", spare_ring_rows=2),
+    GatedDeltaNetCase("gdn-1x4-T6-state_bf16", 1, 4, 128, 128, 16, 5, state="bfloat16"),
+    GatedDeltaNetCase("gdn-K64-V128-T3", 2, 4, 64, 128, 16, 2),
+    GatedDeltaNetCase("gdn-K128-V64-T5-state_bf16", 2, 4, 128, 64, 16, 4, state="bfloat16"),
+    GatedDeltaNetCase("gdn-K64-V64-T7-W8", 1, 3, 64, 64, 8, 6),
+)
 # Small, in fp32.
 GATED_DELTA_NET_FP32_CASES = (
     GatedDeltaNetCase("gdn-decode", 1, 2, 16, 8, 16, 0, "float32"),

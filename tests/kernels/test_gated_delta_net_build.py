@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.kernels.cubin import resources
-from tests.kernels.test_resources import GENERATIONS, STATES, WINDOWS, Kernel, problems
+from tests.kernels.test_resources import GENERATIONS, PIPELINED, STATES, WINDOWS, Kernel, problems
 from tests.pairwise import Case, pairwise
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
 from trtllm_replayssm.plugins import build, specialize
@@ -88,18 +88,20 @@ def test_a_history_shorter_than_the_window_is_refused() -> None:
         changed(history=2, max_draft_len=2)
 
 
-def test_an_image_carries_both_kernels_with_their_launch_table() -> None:
+def test_an_image_carries_the_kernels_with_their_launch_table() -> None:
     kernels: tuple[specialize.Kernel, ...]
-    for activation, kernels in (("bfloat16", ("step", "chunked_prefill")), ("float16", ("step", "prefill"))):
+    cases = (("bfloat16", ("step", "chunked_prefill", "pipelined_step")), ("float16", ("step", "prefill")))
+    for activation, kernels in cases:
         shape = changed(activation_dtype=activation, gate_dtype=activation)
         constants, entries = unpack(kernel_image(shape, ["sm_90a"]))
         assert constants == constants_of(shape)
-        for entry, role, kernel in zip(entries, ROLES, kernels, strict=True):
+        for entry, role, kernel in zip(entries, shape.roles("sm_90a"), kernels, strict=True):
             launch = shape.launch_shape(kernel)
             assert entry.role == role
             assert entry.symbol == launch.symbol == f"replay_gated_delta_net_{kernel}"
             assert (entry.grid_x, entry.block_x) == (launch.grid_x, launch.block_x)
             assert entry.dynamic_shared_bytes == launch.dynamic_shared_bytes
+            assert entry.is_persistent == (kernel == "pipelined_step")
             assert entry.symbol.encode() in entry.cubin
 
 
@@ -138,6 +140,41 @@ def test_the_chunked_prefill_leaves_room_for_a_second_block_where_it_says_so() -
         assert -(-found.registers // 8) * 8 * 32 * 3 <= 65536 // 4
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"history": 17},
+        {"key_dim": 96},
+        {"value_dim": 96},
+        {"value_dim": 256},
+        {"state_dtype": "float16"},
+        {"activation_dtype": "float16", "gate_dtype": "float16"},
+    ],
+)
+def test_other_shapes_have_no_pipelined_step(values: dict[str, Any]) -> None:
+    found = changed(**values)
+    assert found.pipeline is None and "pipelined_step" not in found.roles("sm_90a")
+    with pytest.raises(UnsupportedError, match="history at most 16"):
+        found.launch_shape("pipelined_step")
+
+
+def test_every_shape_of_the_pipelined_step_has_a_make_up() -> None:
+    for heads_per_key, key_dim, value_dim in itertools.product(range(1, 7), (64, 128), (64, 128)):
+        for state, history, window in itertools.product(("float32", "bfloat16"), (8, 16), range(1, 9)):
+            shape = changed(
+                n_value_heads=16 * heads_per_key,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                state_dtype=state,
+                history=history,
+                max_draft_len=window - 1,
+            ).pipeline
+            assert shape is not None and heads_per_key % shape.chunk_heads == 0
+            heads_in_stages = shape.num_stages * 4 * shape.tile_rows / key_dim
+            assert heads_in_stages >= 8 / (value_dim / 32), "a head for each group of consumers"
+            assert shape.shared_bytes <= 227 * 1024
+
+
 @pytest.mark.parametrize("architecture", GENERATIONS)
 @pytest.mark.parametrize("n_value_heads", [16, 32, 48, 64])
 def test_main_shapes_do_not_spill(n_value_heads: int, architecture: str) -> None:
@@ -166,3 +203,22 @@ def test_no_pair_of_sizes_and_types_spills(case: Case) -> None:
     window, role, architecture = (case.pop(name) for name in ("window", "role", "architecture"))
     shape = changed(max_draft_len=window - 1, gate_dtype=case["activation_dtype"], **case)
     assert not (found := problems([Kernel(shape, role, architecture)])), "\n".join(found)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_no_pair_of_sizes_of_the_pipelined_step_spills(state_dtype: str) -> None:
+    axes: dict[str, Sequence[Any]] = {
+        "window": range(1, 9),
+        "n_value_heads": (16, 32, 48, 64),
+        "key_dim": (128, 64),
+        "value_dim": (128, 64),
+        "history": (16, 8),
+        "gate_dtype": ("bfloat16", "float32"),
+        "architecture": PIPELINED,
+    }
+    kernels = []
+    for case in pairwise(axes):
+        window, architecture = case.pop("window"), case.pop("architecture")
+        shape = changed(max_draft_len=window - 1, state_dtype=state_dtype, **case)
+        kernels.append(Kernel(shape, "pipelined_step", architecture))
+    assert not (found := problems(kernels)), "\n".join(found)

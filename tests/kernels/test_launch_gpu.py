@@ -6,11 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import ALL_CASES, DEVICE_CASES, SHAPE_CASES, Mamba2Case, ReplayCase
+from tests.cases import (
+    ALL_CASES,
+    DEVICE_CASES,
+    GATED_DELTA_NET_SHAPE_CASES,
+    SHAPE_CASES,
+    GatedDeltaNetCase,
+    Mamba2Case,
+    ReplayCase,
+)
 from tests.ops.driver import Driver, Row, bits, int32
 from tests.ops.drivers import replayed
 from tests.ops.mamba2_driver import Mamba2Driver, make_pools
-from tests.plugins.plugin_ops import mamba2_specialization
+from tests.plugins.plugin_ops import gated_delta_net_specialization, mamba2_specialization
 from trtllm_replayssm import ops
 from trtllm_replayssm.errors import OpArgumentError
 from trtllm_replayssm.plugins import launch, loader, pipeline_shape
@@ -24,10 +32,19 @@ CHECKED = [
     if case.name in ("nemotron_h-T5", "state_bf16", "W2-N256-P80", "qwen3_next-T4", "gdn-state_bf16", "gdn-W1-fp32")
 ]
 
-PIPELINED, PIPELINED_SHAPES = (
-    [case for case in cases if mamba2_specialization(case).pipeline is not None]
-    for cases in (DEVICE_CASES, SHAPE_CASES)
-)
+
+def is_pipelined(case: ReplayCase) -> bool:
+    if isinstance(case, Mamba2Case):
+        return mamba2_specialization(case).pipeline is not None
+    assert isinstance(case, GatedDeltaNetCase)
+    return gated_delta_net_specialization(case).pipeline is not None
+
+
+PIPELINED = [case for case in ALL_CASES if is_pipelined(case)]
+PIPELINED_SHAPES = [case for case in (*SHAPE_CASES, *GATED_DELTA_NET_SHAPE_CASES) if is_pipelined(case)]
+# What the pipelined step reads in 16-byte pieces, first what it reads by chunks of heads; and what both copy.
+IN_PIECES = {"mamba2": ("x", "B", "C"), "gated_delta_net": ("v", "q", "k")}
+COPIED = {"mamba2": ("x_ring", "B_ring"), "gated_delta_net": ("k_ring",)}
 
 by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 
@@ -218,33 +235,49 @@ def off_pieces(tensor: Tensor) -> Tensor:
     return base[4:].view(tensor.shape).copy_(tensor)
 
 
-def require_agreement(case: Mamba2Case, tensors: dict[str, Tensor], roles: list[str]) -> None:
-    """Hold the pipelined step to the generic one, which runs for an x that is not in 16-byte pieces."""
+def require_agreement(case: ReplayCase, tensors: dict[str, Tensor], roles: list[str]) -> None:
+    """Hold the pipelined step to the generic one, which runs for an input that is not in 16-byte pieces."""
     before = {name: tensors[name].clone() for name in pool_names(tensors)}
     results = []
     roles.clear()
-    for x in (tensors["x"], off_pieces(tensors["x"])):
+    op_name = op_name_of(case)
+    input_name = IN_PIECES[op_name][0]
+    for tensor in (tensors[input_name], off_pieces(tensors[input_name])):
         for name in pool_names(tensors):
             tensors[name].copy_(before[name])
-        y = call(case, tensors | {"x": x})
+        y = call(case, tensors | {input_name: tensor})
         results.append({"y": y} | {name: tensors[name].clone() for name in pool_names(tensors)})
     assert roles == ["pipelined_step", "step"]
     found, expected = results
-    for name in ("x_ring", "B_ring"):
+    for name in COPIED[op_name]:
         assert torch.equal(bits(found[name]), bits(expected[name])), name
     bound = case.bound("cuda")
-    for name, error in (("y", bound.output), ("ssm_state", bound.checkpoint), ("dt_ring", 1e-6)):
-        largest = expected[name].float().nan_to_num().abs().amax().item()
+    errors = {"y": bound.output, "ssm_state": bound.checkpoint}
+    if op_name == "mamba2":
+        errors |= {"dt_ring": 1e-6}
+    else:
+        errors |= {"g_ring": 1e-6, "u_ring": bound.checkpoint}
+    for name, error in errors.items():
+        largest = expected[name].float().nan_to_num(posinf=0.0, neginf=0.0).abs().amax().item()
         torch.testing.assert_close(
             found[name].float(), expected[name].float(), rtol=0, atol=error * largest, equal_nan=True, msg=name
         )
 
 
+def op_name_of(case: ReplayCase) -> str:
+    return "mamba2" if isinstance(case, Mamba2Case) else "gated_delta_net"
+
+
 by_pipelined_case = pytest.mark.parametrize("case", PIPELINED, ids=lambda case: case.name)
+by_main_case = pytest.mark.parametrize(
+    "case",
+    [case for case in PIPELINED if case.name in ("nemotron_h-T5", "gdn-state_bf16")],
+    ids=lambda case: case.name,
+)
 
 
 @pytest.mark.parametrize("case", [*PIPELINED, *PIPELINED_SHAPES], ids=lambda case: case.name)
-def test_both_steps_agree_with_dead_memory_poisoned(case: Mamba2Case, roles: list[str]) -> None:
+def test_both_steps_agree_with_dead_memory_poisoned(case: ReplayCase, roles: list[str]) -> None:
     T = case.window
     driver = in_mid_life(case)
     for rows in (
@@ -256,14 +289,14 @@ def test_both_steps_agree_with_dead_memory_poisoned(case: Mamba2Case, roles: lis
 
 
 @by_pipelined_case
-def test_both_steps_agree_over_many_turns_of_every_buffer(case: Mamba2Case, roles: list[str]) -> None:
+def test_both_steps_agree_over_many_turns_of_every_buffer(case: ReplayCase, roles: list[str]) -> None:
     num_slots = 600
-    driver = Mamba2Driver(case, "cuda", num_slots=num_slots, seed=6)
+    driver = replayed(case, "cuda", num_slots=num_slots, seed=6)
     generator = torch.Generator("cuda").manual_seed(1)
     for name, pool in driver.pools.items():
         pool.normal_(generator=generator)
-        if name == "dt_ring":
-            pool.abs_().mul_(0.1)
+        if name in ("dt_ring", "g_ring"):
+            pool.abs_().mul_(0.1 if name == "dt_ring" else -0.1)
     for slot in range(num_slots):
         driver.checkpoint[slot] = slot % 7 * 13
         driver.past[slot] = driver.checkpoint[slot] + slot % (case.history + 1)
@@ -271,8 +304,8 @@ def test_both_steps_agree_over_many_turns_of_every_buffer(case: Mamba2Case, role
     require_agreement(case, arguments(driver, rows, case.window), roles)
 
 
-def test_a_checkpoint_that_is_not_a_number_shows_in_the_outputs(roles: list[str]) -> None:
-    case = CASES["nemotron_h-T5"]
+@by_main_case
+def test_a_checkpoint_that_is_not_a_number_shows_in_the_outputs(case: ReplayCase, roles: list[str]) -> None:
     driver = in_mid_life(case)
     # The NaN that arithmetic makes: rounding must not wrap it into a number.
     driver.pools["ssm_state"][2].view(torch.int32).fill_(0x7FFFFFFF)
@@ -282,16 +315,18 @@ def test_a_checkpoint_that_is_not_a_number_shows_in_the_outputs(roles: list[str]
     assert roles == ["pipelined_step"]
 
 
-@pytest.mark.parametrize("name", ["x", "B", "C"])
-def test_tensors_that_are_not_in_pieces_run_the_generic_step(name: str, roles: list[str]) -> None:
-    case = CASES["nemotron_h-T5"]
+@by_main_case
+def test_tensors_that_are_not_in_pieces_run_the_generic_step(case: ReplayCase, roles: list[str]) -> None:
     driver = in_mid_life(case)
     tensors = arguments(driver, [Row(0, case.window, 0)], case.window)
-    gaps = torch.nn.functional.pad(tensors["x"], (0, 16))[..., : case.head_dim]
-    roles.clear()
-    for changes in ({name: off_pieces(tensors[name])}, {"x": gaps}, {}):
-        call(case, tensors | changes)
-    assert roles == ["step", "step", "pipelined_step"]
+    names = IN_PIECES[op_name_of(case)]
+    by_heads = tensors[names[0]]
+    gaps = torch.nn.functional.pad(by_heads, (0, 16))[..., : by_heads.shape[-1]]
+    for name in names:
+        roles.clear()
+        for changes in ({name: off_pieces(tensors[name])}, {names[0]: gaps}, {}):
+            call(case, tensors | changes)
+        assert roles == ["step", "step", "pipelined_step"], name
 
 
 @pytest.mark.parametrize("seq_len", [1, 8, 9, 300])
