@@ -85,14 +85,12 @@ def pipeline_shape(
     )
     if not is_fitting:
         return None
-    chunk_heads = 4
+    chunk_heads = 4 if state_dtype == "bfloat16" else 2
     while heads_per_group % chunk_heads:
         chunk_heads //= 2
     tile_bytes = _TILE_ROWS * d_state * DTYPE_BYTES[state_dtype]
     # Long windows of wide heads have large buffers: better fewer or smaller ones than less than two tiles a consumer.
-    # A third buffer brings small states sooner where rows are few; with large ones the blocks would end further apart.
-    buffers = 3 if state_dtype == "bfloat16" else 2
-    choices = [(chunk_heads, buffers), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
+    choices = [(chunk_heads, 3), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
     for heads, chunk_buffers in choices:
         fixed = chunk_buffers * buffer_bytes(_payload_bytes(head_dim, heads, history, window))
         num_stages = stages_that_fit(tile_bytes, fixed, multiple_of=CONSUMERS)

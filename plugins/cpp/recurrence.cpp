@@ -1,5 +1,7 @@
 #include "recurrence.h"
 
+#include <cstdint>
+
 #include "../kernels/common/protocol.h"
 #include "log.h"
 
@@ -32,8 +34,13 @@ std::string recurrence_constants(const IntFields& fields, nvinfer1::DataType act
                 " activation_dtype=", type_text(activation), " state_dtype=", type_text(state));
 }
 
-bool is_prefill(int64_t window_tokens, const IntFields& fields) {
-  return replay::is_prefill(window_tokens, fields[kMaxDraftLen]);
+const char* recurrence_role(int64_t window_tokens, const IntFields& fields,
+                            std::initializer_list<const void*> in_pieces) {
+  constexpr uintptr_t kPieceBytes = 16;
+  if (replay::is_prefill(window_tokens, fields[kMaxDraftLen])) return "prefill";
+  uintptr_t addresses = 0;
+  for (const void* pointer : in_pieces) addresses |= reinterpret_cast<uintptr_t>(pointer);
+  return addresses % kPieceBytes == 0 ? "pipelined_step" : "step";
 }
 
 }  // namespace replayssm

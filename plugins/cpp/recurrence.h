@@ -1,6 +1,7 @@
 // What the plugins of recurrences have in common: the fields history and max_draft_len, and what follows from them.
 #pragma once
 
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,8 @@ std::string ring_rows_fault(const char* ring, const Dimensions& dimensions, cons
 // The constants that all recurrences have, between those of their shapes and that of their gates.
 std::string recurrence_constants(const IntFields& fields, nvinfer1::DataType activation, nvinfer1::DataType state);
 
-// Is a window longer than a step's, 1 + max_draft_len?
-bool is_prefill(int64_t window_tokens, const IntFields& fields);
+// The role of the kernel for a window. The pipelined step copies rows of some inputs, and the pools, in 16-byte pieces.
+// All tensors are contiguous, and its images are for shapes whose rows are such pieces, so their addresses decide.
+const char* recurrence_role(int64_t window_tokens, const IntFields& fields, std::initializer_list<const void*> in_pieces);
 
 }  // namespace replayssm

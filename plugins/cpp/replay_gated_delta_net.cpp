@@ -42,8 +42,12 @@ std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions
                 type_text(inputs[kA].type));
 }
 
-const char* role(const Buffers&, int64_t window_tokens, const IntFields& fields) {
-  return is_prefill(window_tokens, fields) ? "prefill" : "step";
+const char* role(const Buffers& buffers, int64_t window_tokens, const IntFields& fields) {
+  const void* const* inputs = buffers.inputs;
+  void* const* outputs = buffers.outputs;
+  return recurrence_role(window_tokens, fields,
+                         {inputs[kQ], inputs[kK], inputs[kV], outputs[kSsmStateOut], outputs[kKRingOut],
+                          outputs[kURingOut]});
 }
 
 void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&, KernelArgument& argument) {
@@ -66,6 +70,7 @@ void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&
   params.num_tokens = static_cast<const int32_t*>(buffers.inputs[kNumTokens]);
   params.slot_ids = static_cast<const int32_t*>(buffers.inputs[kSlotIds]);
   params.o = buffers.outputs[kO];
+  params.num_taken = buffers.counter;
   params.q_stride_batch = params.k_stride_batch = S * Hk * K;
   params.q_stride_token = params.k_stride_token = Hk * K;
   params.q_stride_head = params.k_stride_head = K;
@@ -80,6 +85,8 @@ void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&
   params.g_ring_stride_slot = R * Hv;
   params.seq_len = static_cast<int32_t>(S);
   params.ring_rows = static_cast<int32_t>(R);
+  params.num_rows = static_cast<int32_t>(dimensions['B']);
+  params.num_slots = static_cast<int32_t>(dimensions['s']);
   argument.set(params);
 }
 

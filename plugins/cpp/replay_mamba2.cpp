@@ -10,7 +10,6 @@
 //
 // The tables in Python: trtllm_replayssm/contract/plugin_io.py.
 #include <cstdint>
-#include <initializer_list>
 
 #include "../kernels/mamba2/params.h"
 #include "definitions.h"
@@ -43,23 +42,12 @@ std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions
                 type_text(inputs[kDt].type));
 }
 
-// The pipelined step copies rows of x, B and C, and the pools, in 16-byte pieces. All tensors are contiguous, and its
-// images are for shapes whose rows are such pieces, so the first addresses decide.
-bool are_in_pieces(const Buffers& buffers) {
-  constexpr uintptr_t kPieceBytes = 16;
-  uintptr_t addresses = 0;
-  for (const void* pointer : {buffers.inputs[kX], buffers.inputs[kB], buffers.inputs[kC]}) {
-    addresses |= reinterpret_cast<uintptr_t>(pointer);
-  }
-  for (const void* pointer : {buffers.outputs[kSsmStateOut], buffers.outputs[kXRingOut], buffers.outputs[kBRingOut]}) {
-    addresses |= reinterpret_cast<uintptr_t>(pointer);
-  }
-  return addresses % kPieceBytes == 0;
-}
-
 const char* role(const Buffers& buffers, int64_t window_tokens, const IntFields& fields) {
-  if (is_prefill(window_tokens, fields)) return "prefill";
-  return are_in_pieces(buffers) ? "pipelined_step" : "step";
+  const void* const* inputs = buffers.inputs;
+  void* const* outputs = buffers.outputs;
+  return recurrence_role(window_tokens, fields,
+                         {inputs[kX], inputs[kB], inputs[kC], outputs[kSsmStateOut], outputs[kXRingOut],
+                          outputs[kBRingOut]});
 }
 
 void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&, KernelArgument& argument) {

@@ -196,10 +196,11 @@ def pipelined(**changes: object) -> kernel_image.KernelEntry:
     return entry("pipelined_step", grid_x=8, block_x=416, is_persistent=True, is_exact=True, **changes)
 
 
-def test_a_persistent_kernel_gets_no_more_blocks_than_multiprocessors_or_work() -> None:
-    image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined())
-    calls = [call_of(MAMBA2, 2, 1), call_of(MAMBA2, 3, 4), call_of(MAMBA2, 65535, 1), call_of(MAMBA2, 2, 5)]
-    recording = run(scenario(MAMBA2, *calls, image=image))
+@pytest.mark.parametrize("io", [MAMBA2, GATED_DELTA_NET], ids=lambda io: io.op_type)
+def test_a_persistent_kernel_gets_no_more_blocks_than_multiprocessors_or_work(io: PluginIO) -> None:
+    image = image_of(io, entry("step"), entry("prefill"), pipelined())
+    calls = [call_of(io, 2, 1), call_of(io, 3, 4), call_of(io, 65535, 1), call_of(io, 2, 5)]
+    recording = run(scenario(io, *calls, image=image))
     require_quiet(recording)
     launches = recording.launches()
     assert [(launch.grid, launch.block[0]) for launch in launches] == [
@@ -213,7 +214,7 @@ def test_a_persistent_kernel_gets_no_more_blocks_than_multiprocessors_or_work() 
     assert num_bytes == "4"
     assert recording.named("cuMemsetD32") == [f"{counter} 0 1"]
     for launch, call in zip(launches, calls, strict=True):
-        require_params(MAMBA2, launch, call, int(counter))
+        require_params(io, launch, call, int(counter))
 
 
 @pytest.mark.parametrize("attach", [True, False])
@@ -244,13 +245,17 @@ def test_a_counter_that_cannot_be_made_is_named(call: str, attach: bool) -> None
         assert recording.launches() == []
 
 
-@pytest.mark.parametrize("name", ["x", "B", "C", "ssm_state", "x_ring", "B_ring"])
-def test_a_tensor_that_is_not_in_16_byte_pieces_takes_the_generic_step(name: str) -> None:
-    image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined())
-    call = call_of(MAMBA2, 2, 1)
-    names = [*MAMBA2.inputs, *MAMBA2.outputs]
+IN_PIECES = [(MAMBA2, name) for name in ("x", "B", "C", "ssm_state", "x_ring", "B_ring")]
+IN_PIECES += [(GATED_DELTA_NET, name) for name in ("q", "k", "v", "ssm_state", "k_ring", "u_ring")]
+
+
+@pytest.mark.parametrize(("io", "name"), IN_PIECES)
+def test_a_tensor_that_is_not_in_16_byte_pieces_takes_the_generic_step(io: PluginIO, name: str) -> None:
+    image = image_of(io, entry("step"), entry("prefill"), pipelined())
+    call = call_of(io, 2, 1)
+    names = [*io.inputs, *io.outputs]
     moved = [address + 8 * (names[k] == name) for k, address in enumerate(call.addresses)]
-    recording = run(scenario(MAMBA2, replace(call, addresses=moved), image=image))
+    recording = run(scenario(io, replace(call, addresses=moved), image=image))
     require_quiet(recording)
     assert [launch.grid for launch in recording.launches()] == [(11, 2, 1)]
 
