@@ -89,8 +89,10 @@ def test_a_history_shorter_than_the_window_is_refused() -> None:
 
 
 def test_an_image_carries_the_kernels_with_their_launch_table() -> None:
-    kernels: tuple[specialize.Kernel, ...]
-    cases = (("bfloat16", ("step", "chunked_prefill", "pipelined_step")), ("float16", ("step", "prefill")))
+    cases: tuple[tuple[str, tuple[specialize.Kernel, ...]], ...] = (
+        ("bfloat16", ("step", "chunked_prefill", "pipelined_step")),
+        ("float16", ("step", "prefill")),
+    )
     for activation, kernels in cases:
         shape = changed(activation_dtype=activation, gate_dtype=activation)
         constants, entries = unpack(kernel_image(shape, ["sm_90a"]))
