@@ -36,17 +36,29 @@ TIME_OVER_LIMIT: Final[dict[tuple[Role, int, int, int], float]] = {
     ("step", 4, 4, 16): 1.69,
     ("step", 2, 1, 16): 1.86,
     ("step", 2, 4, 16): 2.63,
-    ("pipelined_step", 4, 1, 16): 1.12,
-    ("pipelined_step", 4, 4, 16): 1.19,
-    ("pipelined_step", 2, 1, 16): 1.20,
-    ("pipelined_step", 2, 4, 16): 1.28,
+    ("pipelined_step", 4, 1, 8): 0.96,
+    ("pipelined_step", 4, 4, 8): 1.01,
+    ("pipelined_step", 2, 1, 8): 0.99,
+    ("pipelined_step", 2, 4, 8): 1.04,
+    ("pipelined_step", 4, 1, 16): 0.98,
+    ("pipelined_step", 4, 4, 16): 1.00,
+    ("pipelined_step", 2, 1, 16): 1.01,
+    ("pipelined_step", 2, 4, 16): 1.03,
+    ("pipelined_step", 4, 1, 32): 0.98,
+    ("pipelined_step", 4, 4, 32): 0.99,
+    ("pipelined_step", 2, 1, 32): 1.02,
+    ("pipelined_step", 2, 4, 32): 1.04,
 }
 """(role, bytes of a state's element, T, history) -> measured time of a step over that of its bytes.
 
-By ``bench kernels`` on an H200, bfloat16 activations: of the generic step the mean of the three shapes at batch 128, in
-a run before there was another step; of the first pipelined one the middle shape, at batches of 128 and 512
-(docs/performance.md). What is not in the table counts as its nearest neighbour in T, then in history.
+By ``bench kernels`` on an H200, bfloat16 activations, batch 128: of the generic step the mean of the three shapes, in a
+run before there was another step; of the pipelined one with a history of 16 the mean of the three, with 8 super120b
+alone (docs/performance.md); with 32 the mean of nano9b and super120b by the functions behind the command
+(docs/kernels.md). What is not in the table counts as its nearest neighbour in T, then in history.
 """
+
+GATED_DELTA_NET_TIME_OVER_LIMIT: Final[dict[Role, float]] = {"step": 4.0, "pipelined_step": 1.04}
+"""The same of Gated DeltaNet, by role alone: scratch measurements (docs/kernels.md), of the generic step at batch 8."""
 
 
 def longest_history(history: History, max_draft_len: int) -> int:
@@ -148,9 +160,8 @@ def _slowness(
     if isinstance(m, Mamba2Geometry):
         roles = _step_roles(Mamba2Specialization.of_layer(m, replay, dtype), architectures)
         return sum(time_over_limit(role, replay) for role in roles)
-    # Of Gated DeltaNet no kernel has been measured: they must exist, and bytes alone decide.
-    _step_roles(GatedDeltaNetSpecialization.of_layer(m, replay, dtype), architectures)
-    return 1.0
+    roles = _step_roles(GatedDeltaNetSpecialization.of_layer(m, replay, dtype), architectures)
+    return sum(GATED_DELTA_NET_TIME_OVER_LIMIT[role] for role in roles)
 
 
 def _step_roles(

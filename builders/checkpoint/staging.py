@@ -59,12 +59,13 @@ def staged_folder(folder: Path) -> Iterator[Path]:
         _sweep(place, target)
     staging = (target if is_inside else target.parent) / f".{target.name}.partial-{os.getpid()}"
     created = [parent for parent in staging.parents if not parent.exists()]
+    handle = None
+    # From the first byte on: a signal may come between the folder and its lock.
     try:
-        handle = _make_and_hold(staging)
-    except OSError as error:
-        _remove_empty(created)
-        raise _unwritable(folder, error) from error
-    try:
+        try:
+            handle = _make_and_hold(staging)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
         yield staging
         check_output(folder)  # another process may have been faster
         _put_in_place(folder, staging, target, is_inside=is_inside)
@@ -73,7 +74,8 @@ def staged_folder(folder: Path) -> Iterator[Path]:
         _remove_empty(created)
         raise
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
 def _put_in_place(folder: Path, staging: Path, target: Path, *, is_inside: bool) -> None:

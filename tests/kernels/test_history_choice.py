@@ -20,7 +20,7 @@ from trtllm_replayssm.contract.geometry import (
     StateDtype,
 )
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
-from trtllm_replayssm.plugins import build, history_choice
+from trtllm_replayssm.plugins import build, history_choice, pipeline_shape
 from trtllm_replayssm.plugins.history_choice import (
     CANDIDATES,
     TIME_OVER_LIMIT,
@@ -120,16 +120,22 @@ def test_a_large_state_beside_small_rings_takes_the_longest_history_and_a_small_
     assert (cheapest(few_rows, 0), cheapest(many_rows, 0, "bfloat16", "float32")) == (32, 8)
 
 
-def test_a_device_whose_fast_kernel_serves_short_histories_takes_one() -> None:
+def test_a_long_history_is_for_windows_wherever_they_run() -> None:
+    for capabilities in ((HOPPER,), (100,), (AMPERE,), (86, 120), ()):
+        assert [auto(NANO_9B, *capabilities, max_draft_len=drafts) for drafts in (0, 3)] == [16, 32]
+
+
+def test_a_device_whose_fast_kernel_serves_short_histories_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_shape, "_MAX_HISTORY", 16)
     assert [auto(NANO_9B, capability, max_draft_len=3) for capability in (HOPPER, 100)] == [16, 16]
     # Without a fast kernel for any history, and on the CPU, bytes decide.
     assert [auto(NANO_9B, *capabilities, max_draft_len=3) for capabilities in ((AMPERE,), (86, 120), ())] == [32] * 3
 
 
 def test_the_measured_table_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = TIME_OVER_LIMIT | {("step", 4, 4, 32): 1.0, ("step", 4, 4, 8): 9.0}
+    table = TIME_OVER_LIMIT | {("step", 4, 4, 32): 1.0, ("step", 4, 4, 8): 9.0, ("pipelined_step", 4, 4, 32): 1.2}
     monkeypatch.setattr(history_choice, "TIME_OVER_LIMIT", table)
-    assert auto(NANO_9B, HOPPER, max_draft_len=3) == 32
+    assert auto(NANO_9B, HOPPER, max_draft_len=3) == 16
     assert auto(NANO_9B, AMPERE, max_draft_len=3) == 32
     monkeypatch.setattr(history_choice, "TIME_OVER_LIMIT", table | {("step", 4, 4, 32): 9.0, ("step", 4, 4, 8): 1.0})
     assert auto(NANO_9B, AMPERE, max_draft_len=3) == 8
@@ -152,8 +158,10 @@ def test_what_was_not_measured_counts_as_its_nearest_neighbour() -> None:
     for window, measured in ((1, 1), (2, 1), (3, 4), (4, 4), (8, 4)):
         for history, state, role in itertools.product(CANDIDATES, get_args(StateDtype), STEP_ROLES):
             replay = ReplayGeometry(history=history, max_draft_len=window - 1, state_dtype=state)
-            expected = TIME_OVER_LIMIT[role, DTYPE_BYTES[state], measured, 16]
-            assert time_over_limit(role, replay) == expected
+            at = history if role == "pipelined_step" else 16
+            assert time_over_limit(role, replay) == TIME_OVER_LIMIT[role, DTYPE_BYTES[state], measured, at]
+    between = ReplayGeometry(history=11, max_draft_len=0, state_dtype="float32")
+    assert time_over_limit("pipelined_step", between) == TIME_OVER_LIMIT["pipelined_step", 4, 1, 8]
 
 
 def test_every_kernel_of_a_step_has_been_measured_and_none_beats_its_bytes_by_much() -> None:
@@ -214,14 +222,16 @@ def test_of_a_gated_delta_net_bytes_alone_decide() -> None:
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_draft_len", range(8))
 @pytest.mark.parametrize("shape", GATED_DELTA_NET)
-def test_the_layers_of_qwen_take_the_fewest_bytes_wherever_they_run(
+def test_the_layers_of_qwen_take_the_fewest_bytes_of_what_their_kernel_serves(
     shape: str, max_draft_len: int, state_dtype: StateDtype
 ) -> None:
     layer = GATED_DELTA_NET[shape]
     geometry = tiny_qwen_geometry("G", dtype="bfloat16", gated_delta_net=layer)
     options = {"max_draft_len": max_draft_len, "state_dtype": state_dtype}
     found = [auto(geometry, *targets, **options) for targets in ((), (HOPPER,), (AMPERE, ADA))]  # type: ignore[arg-type]
-    assert found == [cheapest(layer, max_draft_len, state_dtype)] * 3
+    fewest = cheapest(layer, max_draft_len, state_dtype)
+    # The fast kernel is for histories up to 16.
+    assert found == [fewest, min(fewest, 16), fewest]
 
 
 def test_a_gated_delta_net_without_kernels_is_refused_on_a_device_alone() -> None:

@@ -12,6 +12,7 @@ from trtllm_replayssm.bench.shapes import MAMBA2
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.errors import CapacityError, ConfigError
+from trtllm_replayssm.plugins.history_choice import TIME_OVER_LIMIT
 from trtllm_replayssm.runtime import opening, pools, settings
 
 
@@ -53,7 +54,7 @@ def test_auto_becomes_the_history_that_costs_least_for_the_model_and_its_device(
     geometry = tiny_geometry(dtype="bfloat16", mamba2=MAMBA2["nano9b"])
     wish = options(replay=ReplayConfig(history="auto"), max_draft_len=3)
     found = [settings.of_model(geometry, wish, targets).replay for targets in ((), (80,), (90,))]
-    assert found == [ReplayGeometry(history=history, max_draft_len=3) for history in (32, 32, 16)]
+    assert found == [ReplayGeometry(history=32, max_draft_len=3)] * 3
     with pytest.raises(ConfigError, match="history: found 'auto' with max_draft_len=40"):
         settings.of_model(geometry, options(replay=ReplayConfig(history="auto"), max_draft_len=40))
 
@@ -64,6 +65,8 @@ def test_auto_asks_the_device_whose_kernels_will_run(
 ) -> None:
     """The conventional decode has no kernels, like the CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    # A device whose kernel would be slow with what is best elsewhere.
+    monkeypatch.setitem(TIME_OVER_LIMIT, ("pipelined_step", 4, 4, 32), 9.0)
     wish = options(replay=ReplayConfig(history="auto", enabled=enabled), max_draft_len=3)
     targets = opening._kernel_capabilities(wish, torch.device(name))
     geometry = tiny_geometry(dtype="bfloat16", mamba2=MAMBA2["nano9b"])
