@@ -9,6 +9,12 @@ from trtllm_replayssm.contract.geometry import AUTO, Frozen, History, StateDtype
 from trtllm_replayssm.errors import ConfigError, validation_text
 
 PositiveInt = Annotated[int, Field(ge=1)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+
+_MAY_BE_NONE = (
+    *("min_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "bad", "bad_token_ids"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_ignore_length", "logit_bias"),
+)
 
 
 class UserOptions(Frozen):
@@ -71,7 +77,9 @@ SpeculativeConfig = NGramDecodingConfig
 class SamplingParams(UserOptions):
     """How the tokens of one request are chosen and when it ends.
 
-    As in TensorRT-LLM, min_tokens, temperature, top_k, top_p, stop and stop_token_ids may be None, for the default.
+    As in TensorRT-LLM, what chooses tokens and what ends a request may be None, for the default. A token's logit first
+    gets its bias, then the repetition, the presence and the frequency penalty, each for the tokens before it, accepted
+    drafts included; what is banned is taken out; temperature, top_k, top_p and min_p follow in this order.
 
     Attributes:
         max_tokens: most tokens to generate.
@@ -79,6 +87,17 @@ class SamplingParams(UserOptions):
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the fewest most likely tokens whose probability reaches top_p.
+        min_p: keep the tokens whose probability is at least min_p times that of the most likely one.
+        repetition_penalty: divides a positive logit, and multiplies a negative one, of every token of the sequence so
+            far, the prompt included.
+        presence_penalty: taken off the logit of every token of the sequence so far.
+        frequency_penalty: the same, times how often the token is there.
+        prompt_ignore_length: so many tokens at the start of the prompt count for neither the presence nor the frequency
+            penalty; more than the prompt has means all of it.
+        logit_bias: token id -> what is added to its logit.
+        bad: strings that are not to be generated: the tokens of each, as they are in and at the start of a text, never
+            follow one another. The same text from other tokens is not noticed.
+        bad_token_ids: tokens that are not generated.
         seed: of this request's random numbers; None takes one from the operating system.
         stop: strings that end the request; the text is cut before the first of them.
         stop_token_ids: tokens that end the request; they stay out of the text.
@@ -92,6 +111,14 @@ class SamplingParams(UserOptions):
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    presence_penalty: FiniteFloat = 0.0
+    frequency_penalty: FiniteFloat = 0.0
+    prompt_ignore_length: Annotated[int, Field(ge=0)] = 0
+    logit_bias: dict[int, FiniteFloat] = Field(default_factory=dict)
+    bad: tuple[str, ...] = ()
+    bad_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -99,12 +126,14 @@ class SamplingParams(UserOptions):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
-    @field_validator("min_tokens", "temperature", "top_k", "top_p", "stop", "stop_token_ids", mode="before")
+    @field_validator(*_MAY_BE_NONE, mode="before")
     @classmethod
     def _none_is_the_default(cls, value: object, info: ValidationInfo) -> object:
-        return cls.model_fields[str(info.field_name)].default if value is None else value
+        if value is not None:
+            return value
+        return cls.model_fields[str(info.field_name)].get_default(call_default_factory=True)
 
-    @field_validator("stop", "stop_token_ids", mode="before")
+    @field_validator("stop", "stop_token_ids", "bad", "bad_token_ids", mode="before")
     @classmethod
     def _one_or_more(cls, value: object) -> object:
         if isinstance(value, str):
@@ -116,6 +145,13 @@ class SamplingParams(UserOptions):
     def _no_empty_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
             raise ValueError("found an empty string; it would end every request at once")
+        return value
+
+    @field_validator("bad")
+    @classmethod
+    def _no_empty_bad_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("found an empty string; needed text that is not to be generated")
         return value
 
     @model_validator(mode="after")

@@ -47,7 +47,12 @@ def test_every_problem_names_its_field_what_was_found_and_what_is_needed(values:
         ),
         (SamplingParams, {"min_tokens": 9, "max_tokens": 3}, "min_tokens: found 9; needed at most max_tokens (3). ["),
         (SamplingParams, {"top_k": -1, "top_p": True}, "; top_p: found True; needed a valid number. [C001]"),
-        (SamplingParams, {"n": 2}, "n: unknown key. Known are max_tokens, min_tokens, temperature, "),
+        (SamplingParams, {"repetition_penalty": 0.0}, "repetition_penalty: found 0.0; needed greater than 0. [C001]"),
+        (SamplingParams, {"presence_penalty": float("nan")}, "presence_penalty: found nan; needed a finite number"),
+        (SamplingParams, {"min_p": 1.5}, "min_p: found 1.5; needed less than or equal to 1. [C001]"),
+        (SamplingParams, {"logit_bias": {3: float("inf")}}, "logit_bias.3: found inf; needed a finite number. [C001]"),
+        (SamplingParams, {"bad": ""}, "bad: found an empty string; needed text that is not to be generated. [C001]"),
+        (SamplingParams, {"m": 2}, "m: unknown key. Known are max_tokens, min_tokens, temperature, "),
         (ReplayConfig, {"enabled": "no"}, "enabled: found 'no'; needed a valid boolean. [C001]"),
         (
             NGramDecodingConfig,
@@ -55,7 +60,10 @@ def test_every_problem_names_its_field_what_was_found_and_what_is_needed(values:
             "max_draft_len: found 0; needed greater than or equal to 1. [C001]",
         ),
     ],
-    ids=["bound", "type", "field-rule", "model-rule", "two", "unknown", "replay", "ngram"],
+    ids=[
+        *("bound", "type", "field-rule", "model-rule", "two", "repetition", "not-finite", "min-p", "bias", "bad"),
+        *("unknown", "replay", "ngram"),
+    ],
 )
 def test_a_users_options_are_refused_with_our_error(
     options: type[Frozen], values: dict[str, Any], sentence: str
@@ -66,7 +74,8 @@ def test_a_users_options_are_refused_with_our_error(
 
 
 def test_what_tensorrt_llm_leaves_open_is_the_default() -> None:
-    names = ("min_tokens", "temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids", "end_id")
-    nothing: dict[str, Any] = dict.fromkeys(names)
+    always_given = {"max_tokens", "ignore_eos", "skip_special_tokens"}
+    nothing: dict[str, Any] = dict.fromkeys(SamplingParams.model_fields.keys() - always_given)
     assert SamplingParams(**nothing) == SamplingParams()
+    assert SamplingParams(bad="no", bad_token_ids=[3]) == SamplingParams(bad=("no",), bad_token_ids=(3,))  # type: ignore[arg-type]
     assert SamplingParams(stop="end", stop_token_ids=[3]) == SamplingParams(stop=("end",), stop_token_ids=(3,))  # type: ignore[arg-type]

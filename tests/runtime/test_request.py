@@ -54,4 +54,32 @@ def test_an_unfinished_request_has_no_reason() -> None:
 
 def test_end_and_stop_tokens_are_banned_before_min_tokens() -> None:
     request = running((2,), min_tokens=3, stop_token_ids=(5,))
-    assert [request.banned_at(index) for index in (0, 2, 3)] == [{2, 5}, {2, 5}, set()]
+    assert [request.banned_after(drafts) for drafts in ((), (1, 1), (1, 1, 1))] == [{2, 5}, {2, 5}, set()]
+    request.token_ids.append(0)
+    assert [request.banned_after(drafts) for drafts in ((), (1,), (1, 1))] == [{2, 5}, {2, 5}, set()]
+
+
+@pytest.mark.parametrize(
+    ("generated", "drafts", "banned"),
+    [
+        ((), (), {9}),  # the prompt ends with 2, 3
+        ((4,), (), set()),
+        ((), (2,), {3}),
+        ((2,), (3,), {9}),
+        ((1, 2, 3), (), {9}),
+        ((3,), (3, 2), {3}),
+        ((7,), (1, 2, 3, 7), set()),
+    ],
+)
+def test_the_last_token_of_a_bad_word_is_banned_where_the_others_are_there(
+    generated: tuple[int, ...], drafts: tuple[int, ...], banned: set[int]
+) -> None:
+    request = decoding_request(0, 0, generated, prompt=(1, 2, 3))
+    request.bad_words = ((6,), (1, 2, 3, 9), (2, 3, 9), (2, 3), (9, 9, 9, 9, 9, 9, 9, 9, 9))
+    assert request.banned_after(drafts) == banned | {6}
+
+
+def test_the_sequence_has_the_prompt_the_generated_tokens_and_the_drafts() -> None:
+    request = decoding_request(0, 0, (7, 8), prompt=(1, 2))
+    assert request.sequence().tolist() == [1, 2, 7, 8]
+    assert request.sequence((5,)).tolist() == [1, 2, 7, 8, 5]

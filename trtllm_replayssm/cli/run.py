@@ -37,6 +37,19 @@ def command(
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option("--top_k", help="Keep the k most likely tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option("--top_p", help="Keep the fewest tokens that reach this probability.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option("--min_p", help="Keep what is at least so likely relative to the most likely token.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition_penalty", help="Above 1 makes tokens that are there less likely.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence_penalty", help="Taken off the logits of tokens that are there.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency_penalty", help="Taken off as often as the token is there.")
+    ] = 0.0,
+    bad: Annotated[list[str] | None, typer.Option("--bad", help="Text not to generate; repeatable.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of the random numbers; repeats a sampled run.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a generation; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore_eos", help="Do not end at the end token.")] = False,
@@ -116,6 +129,11 @@ def command(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        bad=tuple(bad or ()),
         seed=seed,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,

@@ -6,6 +6,7 @@ distributions (Leviathan et al. 2023, "Fast Inference from Transformers via Spec
 draft d is kept with the target's probability p(d), and given that it is not, the token put in its place is distributed
 as p restricted to tokens other than d, which is the normalised residual max(0, p - 1_d). As the random number of a
 token is fixed by seed and position, speculation then leaves even sampled sequences as they are, token for token.
+Penalties and bans of a position are those of the sequence with the drafts before it: the ones that hold if it counts.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from trtllm_replayssm.errors import RequestError
+from trtllm_replayssm.runtime.logit_rules import Penalties
+from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.sampling import TokenRule, choose_tokens
 from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
 
@@ -69,14 +72,27 @@ def _num_targets(row: RowPlan) -> int:
 
 def _rule(row: RowPlan, j: int) -> TokenRule:
     request, params = row.request, row.request.params
+    before = row.drafts[:j]  # the token at j is of use only if these are generated
     return TokenRule(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
+        min_p=params.min_p,
         seed=request.seed,
         position=request.num_tokens + j,
-        banned=request.banned_at(len(request.token_ids) + j),
+        bias=params.logit_bias,
+        penalties=_penalties(request, before),
+        banned=request.banned_after(before),
     )
+
+
+def _penalties(request: Request, drafts: Sequence[int]) -> Penalties | None:
+    params = request.params
+    factors = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if factors == (1.0, 0.0, 0.0):
+        return None
+    num_ignored = min(params.prompt_ignore_length, len(request.prompt_token_ids))
+    return Penalties(*factors, tokens=request.sequence(drafts), num_ignored=num_ignored)
 
 
 def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float]) -> Verdict:

@@ -51,7 +51,9 @@ class PromptDesk:
         token_ids = self._token_ids(number, prompt)
         self._check_length(number, token_ids)
         self._check_params(number, params)
-        end_ids = self._end_ids(number, params)
+        end_ids = self._end_ids(params)
+        bad_words = self._bad_words(number, params)
+        self._check_bans(number, params, end_ids, bad_words)
         return Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -59,6 +61,7 @@ class PromptDesk:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             end_ids=end_ids,
+            bad_words=bad_words,
             max_new_tokens=min(params.max_tokens, self.limits.max_seq_len - len(token_ids)),
             text=self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens) if self.tokenizer else None,
         )
@@ -77,15 +80,36 @@ class PromptDesk:
             raise RequestError(f"prompt {number}: found token id {bad[0]}; needed 0 <= id < {vocab_size}.")
         return prompt
 
-    def _end_ids(self, number: int, params: SamplingParams) -> frozenset[int]:
+    def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         model_ids = self.geometry.eos_token_ids if params.end_id is None else (params.end_id,)
-        end_ids = frozenset(() if params.ignore_eos else model_ids)
-        if params.min_tokens and len(end_ids.union(params.stop_token_ids)) >= self.geometry.vocab_size:
+        return frozenset(() if params.ignore_eos else model_ids)
+
+    def _bad_words(self, number: int, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        words: set[tuple[int, ...]] = {(token_id,) for token_id in params.bad_token_ids}
+        for text in params.bad:
+            if self.tokenizer is None:
+                raise _no_tokenizer(number, f"bad strings {params.bad}", "bad_token_ids")
+            # Most tokenizers have other tokens for a word behind a space than for the same letters elsewhere.
+            for form in (text,) if text[0].isspace() else (text, f" {text}"):
+                words.add(tuple(self.tokenizer.encode(form, name="bad", add_special_tokens=False)))
+        return tuple(sorted(word for word in words if word))
+
+    def _check_bans(
+        self, number: int, params: SamplingParams, end_ids: frozenset[int], bad_words: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Refuse rules that may leave no token to choose."""
+        vocab_size = self.geometry.vocab_size
+        bad = frozenset(word[-1] for word in bad_words)
+        if len(bad) >= vocab_size:
             raise RequestError(
-                f"prompt {number}: found min_tokens={params.min_tokens} with all {self.geometry.vocab_size} tokens of "
-                f"the vocabulary among stop_token_ids and end tokens; needed one that may be generated before the end."
+                f"prompt {number}: found all {vocab_size} tokens of the vocabulary among bad_token_ids and the ends of "
+                f"bad strings; needed one that may be generated."
             )
-        return end_ids
+        if params.min_tokens and len(bad | end_ids.union(params.stop_token_ids)) >= vocab_size:
+            raise RequestError(
+                f"prompt {number}: found min_tokens={params.min_tokens} with all {vocab_size} tokens of the vocabulary "
+                f"among stop_token_ids, end tokens and bad ones; needed one that may be generated before the end."
+            )
 
     def _check_length(self, number: int, token_ids: tuple[int, ...]) -> None:
         length, limits = len(token_ids), self.limits
@@ -104,15 +128,17 @@ class PromptDesk:
 
     def _check_params(self, number: int, params: SamplingParams) -> None:
         if params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"prompt {number}: found stop strings {params.stop}, and the model folder has no tokenizer.json; "
-                f"needed a tokenizer. Use stop_token_ids instead."
-            )
+            raise _no_tokenizer(number, f"stop strings {params.stop}", "stop_token_ids")
+        named = {
+            "stop or end token": (*params.stop_token_ids, *(() if params.end_id is None else (params.end_id,))),
+            "bad token": params.bad_token_ids,
+            "logit_bias token": tuple(params.logit_bias),
+        }
         vocab_size = self.geometry.vocab_size
-        named = (*params.stop_token_ids, *(() if params.end_id is None else (params.end_id,)))
-        bad = [token_id for token_id in named if not 0 <= token_id < vocab_size]
-        if bad:
-            raise RequestError(f"prompt {number}: found stop or end token id {bad[0]}; needed 0 <= id < {vocab_size}.")
+        for name, token_ids in named.items():
+            bad = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+            if bad:
+                raise RequestError(f"prompt {number}: found {name} id {bad[0]}; needed 0 <= id < {vocab_size}.")
 
 
 def as_list(inputs: Inputs) -> tuple[list[PlainPrompt], bool]:
@@ -153,6 +179,13 @@ def params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | N
     if len(params) != count:
         raise RequestError(f"sampling_params: found {len(params)} for {count} prompts; needed one, or one per prompt.")
     return params
+
+
+def _no_tokenizer(number: int, found: str, instead: str) -> RequestError:
+    return RequestError(
+        f"prompt {number}: found {found}, and the model folder has no tokenizer.json; needed a tokenizer. "
+        f"Use {instead} instead."
+    )
 
 
 def _plain(number: int, prompt: object) -> PlainPrompt:

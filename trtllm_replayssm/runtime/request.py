@@ -1,7 +1,12 @@
 """One request's life: waiting -> prefill -> decode -> finished."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from trtllm_replayssm.config import SamplingParams
 from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -36,6 +41,7 @@ class Request:
         params: the rules.
         seed: of this request's random numbers.
         end_ids: tokens that end the request silently.
+        bad_words: token sequences, none empty, that are not to be generated.
         max_new_tokens: max_tokens, cut to what max_seq_len leaves.
         text: detokenised output, or None without a tokenizer.
         slot: row of the state pools while prefilling or decoding, else None.
@@ -53,6 +59,7 @@ class Request:
     seed: int
     end_ids: frozenset[int]
     max_new_tokens: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
     text: TextStream | None = None
     slot: int | None = None
     state: RequestState = RequestState.WAITING
@@ -81,11 +88,19 @@ class Request:
         assert state in _ALLOWED[self.state], f"request {self.request_id} cannot go from {self.state} to {state}"
         self.state = state
 
-    def banned_at(self, index: int) -> frozenset[int]:
-        """Return the tokens that may not be generated token number ``index``: those that end it before min_tokens."""
-        if index >= self.params.min_tokens:
-            return frozenset()
-        return self.end_ids | frozenset(self.params.stop_token_ids)
+    def sequence(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.int64]:
+        """Return the prompt, the generated tokens, and drafts taken for generated."""
+        return np.concatenate([self._prompt, np.array((*self.token_ids, *drafts), dtype=np.int64)])
+
+    def banned_after(self, drafts: Sequence[int] = ()) -> frozenset[int]:
+        """Return the tokens that may not follow the sequence and the drafts, were these generated.
+
+        Before min_tokens those are the tokens that end the request; and always the last token of a bad word whose
+        other tokens are there.
+        """
+        generated = len(self.token_ids) + len(drafts)
+        ends = self.end_ids.union(self.params.stop_token_ids) if generated < self.params.min_tokens else frozenset()
+        return ends.union(word[-1] for word in self.bad_words if self._ends_with(word[:-1], drafts))
 
     def append(self, token_id: int, logprob: float) -> None:
         """Add a generated token, and finish the request if it is the last."""
@@ -115,6 +130,18 @@ class Request:
         return RequestOutput(
             self.request_id, self.prompt, list(self.prompt_token_ids), [completion], finished=self.is_finished
         )
+
+    @cached_property
+    def _prompt(self) -> npt.NDArray[np.int64]:
+        return np.array(self.prompt_token_ids, dtype=np.int64)
+
+    def _ends_with(self, tokens: tuple[int, ...], drafts: Sequence[int]) -> bool:
+        if not tokens:
+            return True
+        tail = (*self.token_ids[-len(tokens) :], *drafts)
+        if len(tail) < len(tokens):
+            tail = (*self.prompt_token_ids[-len(tokens) :], *tail)
+        return tail[-len(tokens) :] == tokens
 
     def _read_text(self, token_id: int) -> str | None:
         if self.text is None:

@@ -1,15 +1,17 @@
-"""Logits become tokens, in fp32: greedy, temperature, top-k, top-p.
+"""Logits become tokens, in fp32: greedy, or by temperature, top-k, top-p and min-p.
 
 Random numbers come from a counter-based generator keyed by the request's seed, the counter being the token's position
 in its sequence. So a token depends on its own logits, seed and position: neither on the batch it runs in nor on
 how many drafts were tried before.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from trtllm_replayssm.runtime.logit_rules import Penalties, adjust_logits
 
 _SMALLEST_TEMPERATURE = 1e-30  # dividing by less overflows fp32; at this value all weight is on the maximum
 
@@ -25,6 +27,9 @@ class TokenRule:
         seed: key of the random number.
         position: counter of the random number: the position of the token in its sequence.
         banned: tokens that may not be chosen.
+        min_p: of what top_p left, keep what is at least so likely relative to the most likely.
+        bias: token id -> what is added to its logit.
+        penalties: what the tokens before this one change; None for nothing.
     """
 
     temperature: float
@@ -33,6 +38,9 @@ class TokenRule:
     seed: int
     position: int
     banned: frozenset[int] = frozenset()
+    min_p: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    penalties: Penalties | None = None
 
 
 def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[list[int], list[float]]:
@@ -46,12 +54,14 @@ def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[lis
         M token ids, and M natural log-probabilities under the unchanged logits (NaN where those are not finite).
         Greedy takes the lowest id among equals.
     """
-    allowed = _without_banned(logits, rules)
-    tokens = allowed.argmax(dim=-1)
+    adjusted = adjust_logits(
+        logits, [rule.bias for rule in rules], [rule.penalties for rule in rules], [rule.banned for rule in rules]
+    )
+    tokens = adjusted.argmax(dim=-1)
     sampled = [index for index, rule in enumerate(rules) if rule.temperature > 0.0]
     if sampled:
         where = torch.tensor(sampled, device=logits.device)
-        tokens[where] = _sample(allowed[where], [rules[index] for index in sampled])
+        tokens[where] = _sample(adjusted[where], [rules[index] for index in sampled])
     chosen = logits.gather(-1, tokens[:, None])[:, 0]
     logprobs = chosen - logits.logsumexp(dim=-1)
     return tokens.tolist(), logprobs.tolist()
@@ -62,14 +72,6 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
 
 
-def _without_banned(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
-    pairs = [(row, token) for row, rule in enumerate(rules) for token in sorted(rule.banned)]
-    if not pairs:
-        return logits
-    rows, tokens = torch.tensor(pairs, device=logits.device).T
-    return logits.index_put((rows, tokens), logits.new_tensor(float("-inf")))
-
-
 def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
     def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
@@ -78,6 +80,7 @@ def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
     temperature = column([max(rule.temperature, _SMALLEST_TEMPERATURE) for rule in rules], torch.float32)
     top_k = column([rule.top_k or vocab_size for rule in rules], torch.float32)
     top_p = column([rule.top_p for rule in rules], torch.float64)
+    min_p = column([rule.min_p for rule in rules], torch.float64)
     uniforms = column([uniform(rule.seed, rule.position) for rule in rules], torch.float64)
 
     # The maximum is taken off before the division, so that no temperature overflows. The sort is stable: equal logits
@@ -87,7 +90,8 @@ def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
     ranks = torch.arange(vocab_size, device=logits.device)
     probabilities = scaled.masked_fill(ranks >= top_k, float("-inf")).softmax(dim=-1).double()
     before = probabilities.cumsum(dim=-1) - probabilities
-    cumulative = probabilities.masked_fill(before >= top_p, 0.0).cumsum(dim=-1)
+    is_out = (before >= top_p) | (probabilities < min_p * probabilities[:, :1])
+    cumulative = probabilities.masked_fill(is_out, 0.0).cumsum(dim=-1)
     # The first token whose cumulative probability exceeds u * total; a token of probability 0 is never that one.
     rank = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     return order.gather(-1, rank.clamp(max=vocab_size - 1))[:, 0]

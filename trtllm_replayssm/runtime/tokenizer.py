@@ -33,8 +33,13 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         return cls(file) if file.is_file() else None
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the tokenizer's own template adds.
+    def encode(self, text: str, *, name: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            text: what to encode.
+            name: what the text is, for an error.
+            add_special_tokens: whether to add those of the tokenizer's own template, as for a prompt.
 
         Raises:
             RequestError: the text has half of a surrogate pair, or a byte that was no UTF-8.
@@ -44,10 +49,10 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             near = text[max(error.start - 10, 0) : error.start + 10]
             raise RequestError(
-                f"prompt: found no valid Unicode at character {error.start} ({near!a}); needed text that can be "
+                f"{name}: found no valid Unicode at character {error.start} ({near!a}); needed text that can be "
                 "written as UTF-8."
             ) from error
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
