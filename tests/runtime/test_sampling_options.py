@@ -1,5 +1,6 @@
 """What the options of ``SamplingParams`` do to a generation, alone, in a batch and under speculation."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,43 @@ def test_the_command_line_has_the_options(folder: Path, monkeypatch: pytest.Monk
         main(["run", "--model", str(folder), "--device", "cpu", "--prompt", "a", "--max_tokens", "2", *arguments]) == 0
     )
     assert seen == [SamplingParams(max_tokens=2, temperature=0.0, bad=("one", "two"), **numbers)]  # type: ignore[arg-type]
+
+
+def joint_counts(outputs: list[RequestOutput], letters: list[int]) -> torch.Tensor:
+    """Return how often each triple of the three letters begins a generation."""
+    numbers = [[letters.index(token) for token in output.outputs[0].token_ids[:3]] for output in outputs]
+    return torch.tensor([9 * a + 3 * b + c for a, b, c in numbers]).bincount(minlength=27).double()
+
+
+def two_samples(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
+    """Return the chi-square statistic of two equally large samples, and a bound (Wilson and Hilferty 1931)."""
+    both = first + second
+    order = both.argsort()
+    rare = int((both[order].cumsum(0) < 40).sum()) + 1  # the rarest cells together are one
+    first, second = (torch.cat([x[order[:rare]].sum()[None], x[order[rare:]]]) for x in (first, second))
+    freedom = len(first) - 1
+    assert freedom > 8
+    bound = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+    return ((first - second) ** 2 / (first + second)).sum().item(), bound
+
+
+def test_speculation_samples_the_same_distribution_as_plain_decoding(folder: Path, llm: LLM) -> None:
+    letters, count = [5, 7, 40], 500
+    rules: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "logit_bias": dict.fromkeys(letters, 50.0)}
+    rules |= {"frequency_penalty": 0.2, "repetition_penalty": 1.01, "min_p": 0.01}
+    prompt = [5, 7, 40, 5, 5, 7, 7, 40, 40, 5, 40, 7, 5]
+
+    def draw(model: LLM, first_seed: int, **changed: float) -> torch.Tensor:
+        params = [SamplingParams(**rules, seed=first_seed + i, **changed) for i in range(count)]  # type: ignore[arg-type]
+        return joint_counts(model.generate([prompt] * count, params), letters)
+
+    with LLM(
+        folder, device="cpu", max_batch_size=32, max_seq_len=64, speculative_config=NGramDecodingConfig(max_draft_len=3)
+    ) as other:
+        speculative = draw(other, 0)
+        metrics = other.metrics()
+    assert 0.1 < metrics["acceptance_rate"] < 0.9 and metrics["num_draft_tokens"] > count
+    statistic, bound = two_samples(speculative, draw(llm, count))  # other seeds: the samples are independent
+    assert statistic < bound
+    statistic, bound = two_samples(speculative, draw(llm, count, temperature=2.5))
+    assert statistic > bound, "a wrong temperature would not be noticed"
