@@ -14,7 +14,7 @@ from trtllm_replayssm.errors import ReplaySSMError
 if TYPE_CHECKING:
     from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
     from trtllm_replayssm.runtime.llm import LLM
-    from trtllm_replayssm.runtime.outputs import CompletionOutput, RequestOutput
+    from trtllm_replayssm.runtime.outputs import CompletionOutput, Logprob, RequestOutput
 
 if "torch" not in sys.modules:
     # torch's CPU threads spin while they wait for work. A step of a small model has hundreds of short waits, and on a
@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Logprob",
     "NGramDecodingConfig",
     "ReplayConfig",
     "ReplaySSMError",
@@ -41,6 +42,7 @@ _LAZY = {
     "SamplingParams": "trtllm_replayssm.config",
     "LLM": "trtllm_replayssm.runtime.llm",
     "CompletionOutput": "trtllm_replayssm.runtime.outputs",
+    "Logprob": "trtllm_replayssm.runtime.outputs",
     "RequestOutput": "trtllm_replayssm.runtime.outputs",
 }
 

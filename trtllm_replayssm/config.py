@@ -104,6 +104,8 @@ class SamplingParams(UserOptions):
         end_id: the end token, when it is not the model's own.
         ignore_eos: do not end at the end token.
         skip_special_tokens: leave special tokens out of the text.
+        logprobs: return, for each generated token, the log-probabilities of so many likeliest tokens and its own; 0
+            returns its own alone, None nothing. They are the model's: no other option here changes them.
     """
 
     max_tokens: PositiveInt = 32
@@ -125,6 +127,7 @@ class SamplingParams(UserOptions):
     end_id: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    logprobs: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator(*_MAY_BE_NONE, mode="before")
     @classmethod

@@ -155,6 +155,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
         (["--prompt", "a", "--speculative", "mtp"], "'mtp' is not one of 'ngram'"),
         (["--prompt", "a", "--speculative", "guess"], "'--speculative': 'guess' is not one of 'ngram'. Try --help."),
         (["--prompt", "a", "--max_draft_len", "2"], "without --speculative; needed both or neither. [C001]"),
+        (["--prompt", "a", "--logprobs", "2"], "logprobs: found without --json; needed both or neither. [C001]"),
         (["--prompt", "a", "--speculative", "ngram", "--history", "2"], "history: found 2 with max_draft_len=4"),
         (["--prompt", "a", "--history", "most"], "history: found 'most'; needed an integer or 'auto'"),
         (["--prompt", "a", "--history", "0"], "history: found 0; needed an integer from 1 up or 'auto'. [C001]"),

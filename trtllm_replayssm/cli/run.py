@@ -53,6 +53,10 @@ def command(
     seed: Annotated[int | None, typer.Option("--seed", help="Of the random numbers; repeats a sampled run.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a generation; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore_eos", help="Do not end at the end token.")] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option("--logprobs", help="Log-probabilities of so many likeliest tokens at each token, with --json."),
+    ] = None,
     speculative: Annotated[
         Literal["ngram"] | None,
         typer.Option("--speculative", help="Where drafts come from; by default there are none."),
@@ -123,6 +127,8 @@ def command(
 ) -> None:
     """Generate text from prompts: greedily and up to 64 tokens, unless the options say otherwise."""
     prompts = read_prompts(prompt or [], input_file)
+    if logprobs is not None and not as_json:
+        raise ConfigError("logprobs: found without --json; needed both or neither.")
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -137,6 +143,7 @@ def command(
         seed=seed,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
+        logprobs=logprobs,
     )
     speculative_config = _speculative_config(speculative, max_draft_len)
     wishes = {

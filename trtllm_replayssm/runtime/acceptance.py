@@ -15,6 +15,8 @@ import torch
 
 from trtllm_replayssm.errors import RequestError
 from trtllm_replayssm.runtime.logit_rules import Penalties
+from trtllm_replayssm.runtime.logprobs import top_logprobs
+from trtllm_replayssm.runtime.outputs import Logprob
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.sampling import TokenRule, choose_tokens
 from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
@@ -57,11 +59,14 @@ def judge(plan: StepPlan, logits: torch.Tensor) -> tuple[Verdict, ...]:
     if not rules:
         return tuple(Verdict(len(row.token_ids), (), ()) for row in plan.rows)
     rows, positions = torch.tensor(places, device=logits.device).T
-    tokens, logprobs = choose_tokens(logits[rows, positions], rules)
+    targets = logits[rows, positions]
+    tokens, logprobs = choose_tokens(targets, rules)
+    wanted = [row.request.params.logprobs for row in plan.rows for _ in range(_num_targets(row))]
+    top = top_logprobs(targets, tokens, wanted)
     verdicts, start = [], 0
     for row in plan.rows:
         end = start + _num_targets(row)
-        verdicts.append(_verdict(row, tokens[start:end], logprobs[start:end]))
+        verdicts.append(_verdict(row, tokens[start:end], logprobs[start:end], top[start:end]))
         start = end
     return tuple(verdicts)
 
@@ -95,7 +100,7 @@ def _penalties(request: Request, drafts: Sequence[int]) -> Penalties | None:
     return Penalties(*factors, tokens=request.sequence(drafts), num_ignored=num_ignored)
 
 
-def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float]) -> Verdict:
+def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float], top: list[dict[int, Logprob] | None]) -> Verdict:
     if not row.is_sampled:
         return Verdict(len(row.token_ids), (), ())
     kept = count_accepted(row.drafts, tokens)
@@ -108,4 +113,9 @@ def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float]) -> Verdict:
             )
     # A prompt piece stays whole; of a decode window the newest token and the accepted drafts stay.
     num_accepted = len(row.token_ids) - row.num_drafts + kept - 1
-    return Verdict(num_accepted, tuple(tokens[:kept]), tuple(logprobs[:kept]))
+    return Verdict(
+        num_accepted,
+        tuple(tokens[:kept]),
+        tuple(logprobs[:kept]),
+        tuple(entries for entries in top[:kept] if entries is not None),
+    )

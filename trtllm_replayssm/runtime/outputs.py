@@ -7,6 +7,19 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """How likely the model found a token.
+
+    Attributes:
+        logprob: natural log-probability.
+        rank: 1 for the likeliest token of the vocabulary; equals share a rank.
+    """
+
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One generated sequence.
 
@@ -16,9 +29,11 @@ class CompletionOutput:
             tokenizer.
         token_ids: every generated token, those of the stop string and the end token included.
         cumulative_logprob: sum of the tokens' natural log-probabilities under the model's own logits, before
-            temperature, top-k and top-p.
+            bias, penalties, temperature and everything else.
         finish_reason: "stop" for an end token, stop token or stop string, "length" at max_tokens or max_seq_len.
         stop_reason: the stop string or stop token id that ended the request; None for the end token and for "length".
+        logprobs: per token, those of the likeliest tokens, most likely first, and of the token itself, last where it is
+            none of them; None unless ``SamplingParams.logprobs`` asks for it.
     """
 
     index: int
@@ -27,6 +42,7 @@ class CompletionOutput:
     cumulative_logprob: float
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ class PromptDesk:
             "logit_bias token": tuple(params.logit_bias),
         }
         vocab_size = self.geometry.vocab_size
+        if (params.logprobs or 0) > vocab_size:
+            raise RequestError(f"prompt {number}: found logprobs={params.logprobs}; needed at most {vocab_size}.")
         for name, token_ids in named.items():
             bad = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
             if bad:

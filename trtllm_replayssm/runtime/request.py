@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtllm_replayssm.config import SamplingParams
-from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, RequestOutput
+from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from trtllm_replayssm.runtime.text_stream import TextStream
 
 
@@ -48,6 +48,7 @@ class Request:
         state: where the request stands; changed by ``move_to`` alone.
         token_ids: generated tokens. The last is the newest token, which the recurrent state does not hold yet.
         cumulative_logprob: sum of the tokens' log-probabilities.
+        top_logprobs: per generated token the likeliest tokens, where params.logprobs asks for them.
         finish_reason: why it ended.
         stop_reason: the stop string or token id that ended it.
     """
@@ -65,6 +66,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    top_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -102,10 +104,12 @@ class Request:
         ends = self.end_ids.union(self.params.stop_token_ids) if generated < self.params.min_tokens else frozenset()
         return ends.union(word[-1] for word in self.bad_words if self._ends_with(word[:-1], drafts))
 
-    def append(self, token_id: int, logprob: float) -> None:
+    def append(self, token_id: int, logprob: float, top_logprobs: dict[int, Logprob] | None = None) -> None:
         """Add a generated token, and finish the request if it is the last."""
         self.token_ids.append(token_id)
         self.cumulative_logprob += logprob
+        if top_logprobs is not None:
+            self.top_logprobs.append(top_logprobs)
         if token_id in self.end_ids:
             self._finish("stop", None)
         elif token_id in self.params.stop_token_ids:
@@ -126,6 +130,7 @@ class Request:
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            logprobs=None if self.params.logprobs is None else list(self.top_logprobs),
         )
         return RequestOutput(
             self.request_id, self.prompt, list(self.prompt_token_ids), [completion], finished=self.is_finished

@@ -92,10 +92,11 @@ class Scheduler:
 
     def _settle_row(self, row: RowPlan, verdict: Verdict) -> tuple[int, ...]:
         request, before = row.request, len(row.request.token_ids)
-        for token_id, logprob in zip(verdict.new_token_ids, verdict.logprobs, strict=True):
+        tops = verdict.top_logprobs or (None,) * len(verdict.new_token_ids)
+        for token_id, logprob, top in zip(verdict.new_token_ids, verdict.logprobs, tops, strict=True):
             if request.state is RequestState.PREFILL:
                 request.move_to(RequestState.DECODE)
-            request.append(token_id, logprob)
+            request.append(token_id, logprob, top)
             if request.is_finished:
                 self._slots.release(row.slot)
                 del self._running[row.slot]

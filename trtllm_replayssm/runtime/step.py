@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from trtllm_replayssm.runtime.outputs import Logprob
 from trtllm_replayssm.runtime.request import Request
 
 StepKind = Literal["prompt", "decode"]
@@ -121,8 +122,10 @@ class Verdict:
         num_accepted_tokens: window tokens that stay, 0..n.
         new_token_ids: the tokens to append to the sequence: the accepted drafts and the target's own next token.
         logprobs: natural log-probability of each, under the model's logits.
+        top_logprobs: for each of them the likeliest tokens at its place; empty where the request does not want them.
     """
 
     num_accepted_tokens: int
     new_token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[int, Logprob], ...] = ()
