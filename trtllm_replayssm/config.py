@@ -75,7 +75,7 @@ SpeculativeConfig = NGramDecodingConfig
 
 
 class SamplingParams(UserOptions):
-    """How the tokens of one request are chosen and when it ends.
+    """How the tokens of one request are chosen, when it ends, and what is returned.
 
     As in TensorRT-LLM, what chooses tokens and what ends a request may be None, for the default. A token's logit first
     gets its bias, then the repetition, the presence and the frequency penalty, each for the tokens before it, accepted
@@ -98,6 +98,7 @@ class SamplingParams(UserOptions):
         bad: strings that are not to be generated: the tokens of each, as they are in and at the start of a text, never
             follow one another. The same text from other tokens is not noticed.
         bad_token_ids: tokens that are not generated.
+        n: sequences to generate, each with random numbers of its own; the first is that of n=1. Each runs the prompt.
         seed: of this request's random numbers; None takes one from the operating system.
         stop: strings that end the request; the text is cut before the first of them.
         stop_token_ids: tokens that end the request; they stay out of the text.
@@ -121,6 +122,7 @@ class SamplingParams(UserOptions):
     logit_bias: dict[int, FiniteFloat] = Field(default_factory=dict)
     bad: tuple[str, ...] = ()
     bad_token_ids: tuple[int, ...] = ()
+    n: PositiveInt = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -161,4 +163,10 @@ class SamplingParams(UserOptions):
     def _min_at_most_max(self) -> Self:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: found {self.min_tokens}; needed at most max_tokens ({self.max_tokens})")
+        return self
+
+    @model_validator(mode="after")
+    def _several_are_sampled(self) -> Self:
+        if self.n > 1 and self.temperature == 0.0:
+            raise ValueError(f"n: found {self.n} with temperature 0; needed 1, for greedy sequences are all the same")
         return self

@@ -52,6 +52,7 @@ def test_every_problem_names_its_field_what_was_found_and_what_is_needed(values:
         (SamplingParams, {"min_p": 1.5}, "min_p: found 1.5; needed less than or equal to 1. [C001]"),
         (SamplingParams, {"logit_bias": {3: float("inf")}}, "logit_bias.3: found inf; needed a finite number. [C001]"),
         (SamplingParams, {"bad": ""}, "bad: found an empty string; needed text that is not to be generated. [C001]"),
+        (SamplingParams, {"n": 2, "temperature": 0.0}, "n: found 2 with temperature 0; needed 1, for greedy sequences"),
         (SamplingParams, {"m": 2}, "m: unknown key. Known are max_tokens, min_tokens, temperature, "),
         (ReplayConfig, {"enabled": "no"}, "enabled: found 'no'; needed a valid boolean. [C001]"),
         (
@@ -61,7 +62,7 @@ def test_every_problem_names_its_field_what_was_found_and_what_is_needed(values:
         ),
     ],
     ids=[
-        *("bound", "type", "field-rule", "model-rule", "two", "repetition", "not-finite", "min-p", "bias", "bad"),
+        *("bound", "type", "field-rule", "model-rule", "two", "repetition", "not-finite", "min-p", "bias", "bad", "n"),
         *("unknown", "replay", "ngram"),
     ],
 )
@@ -74,7 +75,7 @@ def test_a_users_options_are_refused_with_our_error(
 
 
 def test_what_tensorrt_llm_leaves_open_is_the_default() -> None:
-    always_given = {"max_tokens", "ignore_eos", "skip_special_tokens"}
+    always_given = {"max_tokens", "n", "ignore_eos", "skip_special_tokens"}
     nothing: dict[str, Any] = dict.fromkeys(SamplingParams.model_fields.keys() - always_given)
     assert SamplingParams(**nothing) == SamplingParams()
     assert SamplingParams(bad="no", bad_token_ids=[3]) == SamplingParams(bad=("no",), bad_token_ids=(3,))  # type: ignore[arg-type]

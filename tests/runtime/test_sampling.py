@@ -112,10 +112,11 @@ def test_a_token_does_not_depend_on_the_rows_beside_it(seed: int, rows: list[int
     assert some == [together[row] for row in rows]
 
 
-def test_random_numbers_differ_by_seed_and_position_and_repeat() -> None:
-    numbers = {uniform(seed, position) for seed in (0, 1, -1, 2**63) for position in range(100)}
-    assert len(numbers) == 400 and all(0.0 <= number < 1.0 for number in numbers)
-    assert uniform(3, 4) == uniform(3, 4)
+def test_random_numbers_differ_by_seed_sequence_and_position_and_repeat() -> None:
+    numbers = {uniform(s, at, i) for s in (0, 1, -1, 2**63) for i in (0, 1, 5) for at in range(100)}
+    assert len(numbers) == 1200 and all(0.0 <= number < 1.0 for number in numbers)
+    assert uniform(3, 4, 5) == uniform(3, 4, 5)
+    assert uniform(3, 4) == uniform(3, 4, 0)
 
 
 def test_neighbouring_positions_are_uncorrelated() -> None:

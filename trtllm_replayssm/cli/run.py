@@ -50,6 +50,7 @@ def command(
         float, typer.Option("--frequency_penalty", help="Taken off as often as the token is there.")
     ] = 0.0,
     bad: Annotated[list[str] | None, typer.Option("--bad", help="Text not to generate; repeatable.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Sequences to sample from each prompt.")] = 1,
     seed: Annotated[int | None, typer.Option("--seed", help="Of the random numbers; repeats a sampled run.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a generation; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore_eos", help="Do not end at the end token.")] = False,
@@ -140,6 +141,7 @@ def command(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         bad=tuple(bad or ()),
+        n=n,
         seed=seed,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
@@ -172,8 +174,8 @@ def command(
         result: dict[str, Any] = {"outputs": [asdict(output) for output in outputs], **ran}
         print(json.dumps(result | ({"metrics": llm.metrics()} if metrics else {}), ensure_ascii=False))
         return
-    for output in outputs:
-        _print(output, is_text=llm.tokenizer is not None)
+    for number, output in enumerate(outputs):
+        _print(number, output, is_text=llm.tokenizer is not None)
     if metrics:
         _print_metrics({**ran, **llm.metrics()})
 
@@ -231,17 +233,18 @@ def _speculative_config(name: str | None, max_draft_len: int | None) -> NGramDec
     return NGramDecodingConfig() if max_draft_len is None else NGramDecodingConfig(max_draft_len=max_draft_len)
 
 
-def _print(output: "RequestOutput", *, is_text: bool) -> None:
-    completion = output.outputs[0]
+def _print(number: int, output: "RequestOutput", *, is_text: bool) -> None:
     if output.prompt is None:
-        print(f"--- prompt {output.request_id}, token ids\n{_joined(output.prompt_token_ids)}")
+        print(f"--- prompt {number}, token ids\n{_joined(output.prompt_token_ids)}")
     else:
-        print(f"--- prompt {output.request_id}\n{output.prompt}")
-    ending = f"{len(completion.token_ids)} tokens, finish_reason {completion.finish_reason}"
-    if is_text:
-        print(f"--- completion {output.request_id}, {ending}\n{completion.text}")
-    else:  # a folder without a tokenizer
-        print(f"--- completion {output.request_id}, token ids, {ending}\n{_joined(completion.token_ids)}")
+        print(f"--- prompt {number}\n{output.prompt}")
+    for completion in output.outputs:
+        name = f"{number}" if len(output.outputs) == 1 else f"{number}.{completion.index}"
+        ending = f"{len(completion.token_ids)} tokens, finish_reason {completion.finish_reason}"
+        if is_text:
+            print(f"--- completion {name}, {ending}\n{completion.text}")
+        else:  # a folder without a tokenizer
+            print(f"--- completion {name}, token ids, {ending}\n{_joined(completion.token_ids)}")
 
 
 def _joined(token_ids: Sequence[int]) -> str:

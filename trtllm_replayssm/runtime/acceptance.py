@@ -88,6 +88,7 @@ def _rule(row: RowPlan, j: int) -> TokenRule:
         bias=params.logit_bias,
         penalties=_penalties(request, before),
         banned=request.banned_after(before),
+        sequence=request.index,
     )
 
 

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -181,7 +182,8 @@ class LLM:
             requests = self._desk.requests(prompts, params, self._next_id)
             self._next_id += len(requests)
             self._run(requests, use_tqdm)
-        outputs = [request.output() for request in requests]
+        sequences = iter(requests)
+        outputs = [first.output(*islice(sequences, first.params.n - 1)) for first in sequences]
         return outputs[0] if is_single else outputs
 
     def metrics(self) -> dict[str, Any]:

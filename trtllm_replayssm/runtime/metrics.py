@@ -30,8 +30,8 @@ class Counters:
     """The running sums; the names are the keys of ``LLM.metrics()``.
 
     Attributes:
-        num_requests: requests that ran to their end.
-        num_prompt_tokens: prompt tokens that ran.
+        num_requests: sequences that ran to their end: ``SamplingParams.n`` for a prompt.
+        num_prompt_tokens: prompt tokens that ran, once for each sequence.
         num_generated_tokens: tokens that were appended to a sequence.
         num_prompt_steps: steps that ran a piece of a prompt.
         num_decode_steps: steps that ran one window of every decoding request.

@@ -50,11 +50,11 @@ class RequestOutput:
     """One prompt and what was generated from it.
 
     Attributes:
-        request_id: counts up over the life of an ``LLM``.
+        request_id: counts up over the life of an ``LLM``, by as many as the prompt has sequences.
         prompt: the prompt's text; None when it was given as token ids.
         prompt_token_ids: the prompt as the model saw it.
-        outputs: the generated sequences; one.
-        finished: whether the request has ended.
+        outputs: the generated sequences, ``SamplingParams.n`` of them.
+        finished: whether all of them have ended.
     """
 
     request_id: int

@@ -37,34 +37,39 @@ class PromptDesk:
     def requests(
         self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams], first_id: int
     ) -> list[Request]:
-        """Return one request per prompt; nothing runs unless all are good.
+        """Return the sequences of each prompt one after another, params.n of them; nothing runs unless all are good.
 
         Raises:
             RequestError: naming the prompt by its number.
         """
-        return [
-            self._request(first_id + number, number, prompt, rules)
-            for number, (prompt, rules) in enumerate(zip(prompts, params, strict=True))
-        ]
+        requests: list[Request] = []
+        for number, (prompt, rules) in enumerate(zip(prompts, params, strict=True)):
+            requests += self._sequences(first_id + len(requests), number, prompt, rules)
+        return requests
 
-    def _request(self, request_id: int, number: int, prompt: PlainPrompt, params: SamplingParams) -> Request:
+    def _sequences(self, first_id: int, number: int, prompt: PlainPrompt, params: SamplingParams) -> list[Request]:
         token_ids = self._token_ids(number, prompt)
         self._check_length(number, token_ids)
         self._check_params(number, params)
         end_ids = self._end_ids(params)
         bad_words = self._bad_words(number, params)
         self._check_bans(number, params, end_ids, bad_words)
-        return Request(
-            request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            end_ids=end_ids,
-            bad_words=bad_words,
-            max_new_tokens=min(params.max_tokens, self.limits.max_seq_len - len(token_ids)),
-            text=self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens) if self.tokenizer else None,
-        )
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return [
+            Request(
+                request_id=first_id + index,
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_token_ids=token_ids,
+                params=params,
+                seed=seed,
+                end_ids=end_ids,
+                max_new_tokens=min(params.max_tokens, self.limits.max_seq_len - len(token_ids)),
+                index=index,
+                bad_words=bad_words,
+                text=self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens) if self.tokenizer else None,
+            )
+            for index in range(params.n)
+        ]
 
     def _token_ids(self, number: int, prompt: PlainPrompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

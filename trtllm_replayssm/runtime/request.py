@@ -1,4 +1,4 @@
-"""One request's life: waiting -> prefill -> decode -> finished."""
+"""One sequence's life: waiting -> prefill -> decode -> finished."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +43,7 @@ class Request:
         end_ids: tokens that end the request silently.
         bad_words: token sequences, none empty, that are not to be generated.
         max_new_tokens: max_tokens, cut to what max_seq_len leaves.
+        index: number of the sequence among the params.n of its prompt; each is a request of its own.
         text: detokenised output, or None without a tokenizer.
         slot: row of the state pools while prefilling or decoding, else None.
         state: where the request stands; changed by ``move_to`` alone.
@@ -60,6 +61,7 @@ class Request:
     seed: int
     end_ids: frozenset[int]
     max_new_tokens: int
+    index: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     text: TextStream | None = None
     slot: int | None = None
@@ -121,19 +123,26 @@ class Request:
             elif self.num_remaining <= 0:
                 self._finish("length", None)
 
-    def output(self) -> RequestOutput:
-        """Return the request as the user sees it."""
-        completion = CompletionOutput(
-            index=0,
+    def output(self, *others: "Request") -> RequestOutput:
+        """Return the request as the user sees it, with the other sequences of its prompt."""
+        sequences = (self, *others)
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            list(self.prompt_token_ids),
+            [sequence._completion() for sequence in sequences],
+            finished=all(sequence.is_finished for sequence in sequences),
+        )
+
+    def _completion(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
             text="" if self.text is None else self.text.text,
             token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self.params.logprobs is None else list(self.top_logprobs),
-        )
-        return RequestOutput(
-            self.request_id, self.prompt, list(self.prompt_token_ids), [completion], finished=self.is_finished
         )
 
     @cached_property

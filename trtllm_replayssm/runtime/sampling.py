@@ -1,8 +1,8 @@
 """Logits become tokens, in fp32: greedy, or by temperature, top-k, top-p and min-p.
 
-Random numbers come from a counter-based generator keyed by the request's seed, the counter being the token's position
-in its sequence. So a token depends on its own logits, seed and position: neither on the batch it runs in nor on
-how many drafts were tried before.
+Random numbers come from a counter-based generator keyed by the request's seed and the number of the sequence, the
+counter being the token's position in its sequence. So a token depends on its own logits, seed and position: neither on
+the batch it runs in nor on how many drafts were tried before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +30,7 @@ class TokenRule:
         min_p: of what top_p left, keep what is at least so likely relative to the most likely.
         bias: token id -> what is added to its logit.
         penalties: what the tokens before this one change; None for nothing.
+        sequence: key of the random number beside the seed: the number of the sequence among those of its prompt.
     """
 
     temperature: float
@@ -41,6 +42,7 @@ class TokenRule:
     min_p: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
     penalties: Penalties | None = None
+    sequence: int = 0
 
 
 def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[list[int], list[float]]:
@@ -67,9 +69,11 @@ def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[lis
     return tokens.tolist(), logprobs.tolist()
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return the random number of one token, in [0, 1): Philox with the seed as key and the position as counter."""
-    return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
+def uniform(seed: int, position: int, sequence: int = 0) -> float:
+    """Return the random number of one token, in [0, 1): Philox, with seed and sequence as key, position as counter."""
+    # The key has 128 bits, of which the seed has the lower half: no seed meets another's second sequence.
+    philox = np.random.Philox(key=seed % 2**64 + (sequence << 64), counter=position)
+    return float(np.random.Generator(philox).random())
 
 
 def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
@@ -81,7 +85,7 @@ def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
     top_k = column([rule.top_k or vocab_size for rule in rules], torch.float32)
     top_p = column([rule.top_p for rule in rules], torch.float64)
     min_p = column([rule.min_p for rule in rules], torch.float64)
-    uniforms = column([uniform(rule.seed, rule.position) for rule in rules], torch.float64)
+    uniforms = column([uniform(rule.seed, rule.position, rule.sequence) for rule in rules], torch.float64)
 
     # The maximum is taken off before the division, so that no temperature overflows. The sort is stable: equal logits
     # keep the order of their ids on every device.
