@@ -72,9 +72,10 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.mark.parametrize("rules", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_depend_neither_on_the_batch_nor_on_drafts(folder: Path, llm: LLM, rules: dict[str, Any]) -> None:
-    # Few likely tokens, each likelier the more often it came: prompt lookup then finds drafts that are accepted.
-    repeating = {"frequency_penalty": -3.0, "logit_bias": {5: 9.0, 7: 9.0, 40: 9.0}}
-    kinds = [rules, rules | EVERYTHING, rules | repeating]
+    # Few tokens, about equally likely or one of them ahead: prompt lookup finds drafts, good ones and bad ones.
+    few = {"frequency_penalty": 0.1, "logit_bias": {5: 50.0, 7: 50.0, 40: 50.0}}
+    repeating = few | {"frequency_penalty": -3.0}
+    kinds = [rules, rules | EVERYTHING, rules | repeating, rules | few]
     cases = [(prompt, SamplingParams(**kind)) for kind in kinds for prompt in PROMPTS]
     alone = [llm.generate(prompt, params).outputs for prompt, params in cases]
     with LLM(
