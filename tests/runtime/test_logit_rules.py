@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.runtime.helpers import decode_plan, decoding_request
 from trtllm_replayssm import SamplingParams
 from trtllm_replayssm.runtime.acceptance import judge
 from trtllm_replayssm.runtime.logit_rules import Penalties, adjust_logits
+from trtllm_replayssm.runtime.logprobs import top_logprobs
 from trtllm_replayssm.runtime.sampling import TokenRule, choose_tokens
 
 VOCAB = 7
@@ -118,3 +120,37 @@ def test_each_position_of_a_window_has_the_rules_of_the_tokens_before_it(
         assert list(verdict.new_token_ids) == plain[:3]
         wins += plain != [one_token(prompt, generated, params, row) for row in logits]
     assert "logit_bias" in rules or wins, "no draft changed what followed it: the test shows nothing"
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_what_the_cpu_chooses() -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits = 4 * torch.randn(60, 1000, generator=generator)
+    tokens = torch.randint(1000, (60, 300), generator=generator).numpy()
+    kinds = [
+        TokenRule(0.0, 0, 1.0, 1, 0),
+        TokenRule(0.0, 0, 1.0, 1, 0, bias={3: 9.0, 4: -9.0}, penalties=penalties(tokens[0].tolist(), 1.2, 0.5, 0.1)),
+        TokenRule(0.8, 50, 0.9, 1, 0, min_p=0.01, banned=frozenset({1, 2}), sequence=3),
+        TokenRule(1.0, 0, 1.0, 1, 0, bias={3: 5.0}),
+    ]
+    rules = []
+    for row in range(60):
+        rule = replace(kinds[row % 4], position=row)
+        if row % 3 == 0:
+            rule = replace(rule, penalties=penalties(tokens[row].tolist(), 0.9, -0.5, 0.2, num_ignored=row))
+        rules.append(rule)
+    lists = [[rule.bias for rule in rules], [rule.penalties for rule in rules], [rule.banned for rule in rules]]
+    adjusted = [adjust_logits(where, *lists).cpu() for where in (logits, logits.cuda())]  # type: ignore[arg-type]
+    torch.testing.assert_close(adjusted[0], adjusted[1], rtol=1e-6, atol=1e-5)
+    (ours, ours_logprobs), (theirs, theirs_logprobs) = (
+        choose_tokens(where, rules) for where in (logits, logits.cuda())
+    )
+    assert ours == theirs
+    assert ours_logprobs == pytest.approx(theirs_logprobs, abs=1e-5)
+    wanted = [(None, 0, 2, 5)[row % 4] for row in range(60)]
+    tops = [top_logprobs(where, ours, wanted) for where in (logits, logits.cuda())]
+    for on_cpu, on_gpu in zip(*tops, strict=True):
+        assert (on_cpu is None) == (on_gpu is None)
+        for token, entry in (on_cpu or {}).items():
+            assert on_gpu is not None and on_gpu[token].rank == entry.rank
+            assert on_gpu[token].logprob == pytest.approx(entry.logprob, abs=1e-5)
