@@ -5,6 +5,7 @@ one stream run one after the other, and so do those that one capture takes from 
 stream, beside anything.
 """
 
+import threading
 from functools import cache
 
 import torch
@@ -26,8 +27,15 @@ class _Counters:
         self._blocks: list[torch.Tensor] = []
         self._num_free = 0
         self._of_stream: dict[tuple[int, int], int] = {}
+        # Threads that launch on streams of their own must not get one counter.
+        self._lock = threading.Lock()
 
     def of_launch(self) -> int:
+        # torch tells the capture of the current device's stream alone.
+        with torch.cuda.device(self._device), self._lock:
+            return self._of_launch()
+
+    def _of_launch(self) -> int:
         capture = _capture_id(self._device)
         if capture == 0 and self._num_free < _RESERVE:
             self._blocks.append(torch.zeros(_BLOCK, dtype=torch.int32, device=self._device))
