@@ -19,6 +19,8 @@ std::string DeviceCounter::get(uint32_t*& counter) {
     CuAddress address = 0;
     fault = driver->fault("cuMemAlloc", driver->memory_allocate(&address, sizeof(uint32_t)));
     if (fault.empty()) fault = driver->fault("cuMemsetD32", driver->memory_set(address, 0, 1));
+    // The null stream sets it and not the one of the launch, which may not wait for that.
+    if (fault.empty()) fault = driver->fault("cuStreamSynchronize", driver->stream_synchronize(nullptr));
     if (!fault.empty()) {
       if (address != 0) driver->memory_free(address);
       return fault;

@@ -45,6 +45,7 @@ LoadedDriver load() {
   find(library, "cuLaunchKernelEx", driver.launch, error);
   find(library, "cuMemAlloc_v2", driver.memory_allocate, error);
   find(library, "cuMemsetD32_v2", driver.memory_set, error);
+  find(library, "cuStreamSynchronize", driver.stream_synchronize, error);
   find(library, "cuMemFree_v2", driver.memory_free, error);
   find(library, "cuMemcpyDtoDAsync_v2", driver.copy_on_device, error);
   if (error.empty()) error = driver.fault("cuInit", driver.init(0));

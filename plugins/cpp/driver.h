@@ -52,6 +52,7 @@ struct Driver {
   CuResult (*launch)(const LaunchConfig* config, CuFunction function, void** parameters, void** extra);
   CuResult (*memory_allocate)(CuAddress* address, std::size_t bytes);
   CuResult (*memory_set)(CuAddress address, unsigned int value, std::size_t count);  // of 32 bits
+  CuResult (*stream_synchronize)(cudaStream_t stream);
   CuResult (*memory_free)(CuAddress address);
   CuResult (*copy_on_device)(CuAddress destination, CuAddress source, std::size_t bytes, cudaStream_t stream);
 

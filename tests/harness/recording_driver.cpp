@@ -155,6 +155,10 @@ DRIVER_EXPORT int cuMemsetD32_v2(unsigned long long address, unsigned int value,
   return note("cuMemsetD32", std::to_string(address) + " " + std::to_string(value) + " " + std::to_string(count));
 }
 
+DRIVER_EXPORT int cuStreamSynchronize(void* stream) {
+  return note("cuStreamSynchronize", std::to_string(reinterpret_cast<unsigned long long>(stream)));
+}
+
 DRIVER_EXPORT int cuMemFree_v2(unsigned long long address) {
   std::free(reinterpret_cast<void*>(address));
   return note("cuMemFree", std::to_string(address));

@@ -219,12 +219,13 @@ def test_a_persistent_kernel_gets_no_more_blocks_than_multiprocessors_or_work(io
 
 @pytest.mark.parametrize("attach", [True, False])
 def test_a_counter_is_there_before_a_launch_may_be_captured(attach: bool) -> None:
-    """Attached plugins have it from then on; one that is not attached with the first launch; it is freed with it."""
+    """Attached plugins have it from then on, one that is not attached with the first launch; any stream may read it."""
     image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined())
     recording = run(scenario(MAMBA2, call_of(MAMBA2), call_of(MAMBA2), image=image, attach=attach))
     require_quiet(recording)
-    names = [name for name, _ in recording.driver_calls if name.startswith(("cuMem", "cuLaunch"))]
-    assert names == ["cuMemAlloc", "cuMemsetD32", "cuLaunchKernelEx", "cuLaunchKernelEx"]
+    names = [name for name, _ in recording.driver_calls if name.startswith(("cuMem", "cuStream", "cuLaunch"))]
+    assert names == ["cuMemAlloc", "cuMemsetD32", "cuStreamSynchronize", "cuLaunchKernelEx", "cuLaunchKernelEx"]
+    assert recording.named("cuStreamSynchronize") == ["0"]
 
 
 def test_plugins_without_persistent_kernels_have_no_counter() -> None:
@@ -233,7 +234,7 @@ def test_plugins_without_persistent_kernels_have_no_counter() -> None:
     assert recording.named("cuMemAlloc") == []
 
 
-@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemsetD32"])
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemsetD32", "cuStreamSynchronize"])
 @pytest.mark.parametrize("attach", [True, False])
 def test_a_counter_that_cannot_be_made_is_named(call: str, attach: bool) -> None:
     image = image_of(MAMBA2, entry("step"), entry("prefill"), pipelined())
