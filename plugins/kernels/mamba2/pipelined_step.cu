@@ -4,8 +4,9 @@
 // A loader warp takes chunks of work for all. A producer thread brings their state tiles to shared memory, loader warps
 // their token rows; the coefficient warps turn dt, B and C into the weights of the token rows and append the window to
 // the rings; the consumer warps multiply, fold and write outputs. plugins/pipeline_shape.py chooses the numbers, and
-// says which shapes this kernel is for; the launch says which layouts. Tensors: params.h, here with x, B and C in 16-byte pieces and the heads of x as neighbours.
-// Numbers are as exact as in step.cu, to about 2^-17 of a weight; sums are fp32.
+// says which shapes this kernel is for; the launch says which layouts. Tensors: params.h, here with x, B and C in
+// 16-byte pieces and the heads of x as neighbours. Numbers are as exact as in step.cu, to about 2^-17 of a weight; sums
+// are fp32.
 #include "common/dependent_launch.cuh"
 #include "mamba2/pipeline/coefficients.cuh"
 #include "mamba2/pipeline/loader.cuh"
