@@ -59,7 +59,8 @@ def new_counters() -> counters._Counters:
 
 
 def test_a_stream_keeps_its_counter_and_each_stream_of_each_capture_has_another(streams: Streams) -> None:
-    made, found = new_counters(), {}
+    made = new_counters()
+    found: dict[tuple[int, int], int] = {}
     for _ in range(2):
         for stream, capture in itertools.product((0, 8), (0, 1, 2)):
             streams.set(stream, capture)
