@@ -79,16 +79,19 @@ def test_bf16_logits_on_cuda_stay_as_near_to_fp32_as_on_the_cpu(folder: Path, en
     exact = make_llm(folder, "cpu")
     expected = LogitRecorder(exact._executor)
     text = tokens_of(exact, [prompt], 30)[0]
-    errors = {}
+    logits, agreed = {}, 29
     for device in ("cpu", "cuda"):
         llm = make_llm(folder, device, dtype="bfloat16", replay=ReplayConfig(history=4, enabled=enabled))
-        rounded = LogitRecorder(llm._executor)
+        logits[device] = LogitRecorder(llm._executor).by_position
         ours = tokens_of(llm, [prompt], 30)[0]
         # The logits answer the same text up to the first token that rounding has changed.
-        agreed = next((i for i in range(30) if ours[i] != text[i]), 29)
-        positions = range(len(prompt) - 1, len(prompt) + agreed)
-        differences = [(rounded.by_position[at].cpu() - expected.by_position[at]).norm() for at in positions]
-        errors[device] = torch.stack(differences).mean().item()
+        agreed = min(agreed, next((i for i in range(30) if ours[i] != text[i]), 29))
+    # Of both devices at the same positions: some lose more than others.
+    positions = range(len(prompt) - 1, len(prompt) + agreed)
+    errors = {
+        device: torch.stack([(found[at].cpu() - expected.by_position[at]).norm() for at in positions]).mean().item()
+        for device, found in logits.items()
+    }
     assert errors["cuda"] < 2 * errors["cpu"]
 
 
