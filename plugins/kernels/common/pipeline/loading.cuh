@@ -69,7 +69,9 @@ __device__ inline float number_in(uint32_t word, const T* source) {
 }
 
 // Start a loader's copies of one chunk by `load`, unless nothing is to be done; its barrier is told when they have
-// come, in the order of the chunks. At the end it is told at once: nobody may be left who waits for copies.
+// come, in the order of the chunks: with three buffers a team, which waits for every second chunk, skips phases of the
+// first loader's barriers, and knows by the chunk before its last one that they have ended. At the end the barrier is
+// told at once: nobody may be left who waits for copies.
 template <typename Memory, typename Load>
 __device__ inline void load_chunk(const Memory& shared, const Chunk& chunk, int place, int loader, Load load) {
   const uint32_t is_loaded = shared.is_loaded(loader, place);
