@@ -125,6 +125,15 @@ def test_a_long_history_is_for_windows_wherever_they_run() -> None:
         assert [auto(NANO_9B, *capabilities, max_draft_len=drafts) for drafts in (0, 3)] == [16, 32]
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", MAMBA2)
+def test_plain_decoding_of_the_models_takes_16_where_8_was_measured_to_be_slower(
+    shape: str, state_dtype: StateDtype
+) -> None:
+    geometry = tiny_geometry(dtype="bfloat16", mamba2=MAMBA2[shape])
+    assert auto(geometry, HOPPER, state_dtype=state_dtype) == 16
+
+
 def test_a_device_whose_fast_kernel_serves_short_histories_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_shape, "_MAX_HISTORY", 16)
     assert [auto(NANO_9B, capability, max_draft_len=3) for capability in (HOPPER, 100)] == [16, 16]
