@@ -68,19 +68,12 @@ __device__ inline float number_in(uint32_t word, const T* source) {
   return to_float(number);
 }
 
-// Start a loader's copies of one chunk by `load`, unless nothing is to be done; its barrier is told when they have
-// come, in the order of the chunks: with three buffers a team, which waits for every second chunk, skips phases of the
-// first loader's barriers, and knows by the chunk before its last one that they have ended. At the end the barrier is
-// told at once: nobody may be left who waits for copies.
+// Start a loader's copies of one chunk by `load`, unless nothing is to be done; its barrier is told when they have come.
+// Who waits for it has waited for is_chunk_known() before, so it cannot take an earlier phase for this one.
 template <typename Memory, typename Load>
 __device__ inline void load_chunk(const Memory& shared, const Chunk& chunk, int place, int loader, Load load) {
-  const uint32_t is_loaded = shared.is_loaded(loader, place);
-  if (chunk.num_heads == 0) {
-    ptx::barrier_arrive(is_loaded);
-    return;
-  }
   if (chunk.lengths.is_active()) load(chunk, shared.buffer(place));
-  ptx::barrier_arrive_after_copies(is_loaded);
+  ptx::barrier_arrive_after_copies(shared.is_loaded(loader, place));
 }
 
 // The loader with the least to bring takes the chunks, for all. Each team of coefficient warps must see an end.
@@ -97,9 +90,12 @@ __device__ inline void take_chunks(const Params& params, const Memory& shared, c
       shared.buffer(turn.index()).chunk() = chunk;
       ptx::barrier_arrive(shared.is_chunk_known(turn.index()));
     }
-    load_chunk(shared, chunk, turn.index(), loader, load);
-    taker.advance();
-    if (chunk.num_heads == 0) ++num_ends;
+    if (chunk.num_heads == 0) {
+      ++num_ends;
+    } else {
+      load_chunk(shared, chunk, turn.index(), loader, load);
+      taker.advance();
+    }
   }
 }
 
@@ -108,11 +104,11 @@ template <typename Memory, typename Load>
 __device__ inline void follow_chunks(const Memory& shared, int loader, Load load) {
   Turn<CHUNK_BUFFERS> turn;
 #pragma unroll 1
-  for (int num_ends = 0; num_ends < COEFFICIENT_TEAMS; turn.advance(1)) {
+  for (;; turn.advance(1)) {
     ptx::barrier_wait(shared.is_chunk_known(turn.index()), turn.parity());
     const Chunk chunk = shared.buffer(turn.index()).chunk();
+    if (chunk.num_heads == 0) return;
     load_chunk(shared, chunk, turn.index(), loader, load);
-    if (chunk.num_heads == 0) ++num_ends;
   }
 }
 

@@ -163,9 +163,10 @@ __device__ inline void weigh(const GatedDeltaNetParams& params, const PipelineSh
   Turn<CHUNK_BUFFERS> turn(weigher / TEAM_WARPS);
 #pragma unroll 1
   for (;; turn.advance(COEFFICIENT_TEAMS)) {
-    ptx::barrier_wait(shared.is_loaded(GATES_LOADER, turn.index()), turn.parity());
+    ptx::barrier_wait(shared.is_chunk_known(turn.index()), turn.parity());
     const Chunk chunk = shared.buffer(turn.index()).chunk();
     if (chunk.num_heads == 0) return;
+    ptx::barrier_wait(shared.is_loaded(GATES_LOADER, turn.index()), turn.parity());
     weigh_chunk({params, chunk}, shared, warp, turn);
     __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(turn.index()));

@@ -173,9 +173,10 @@ __device__ inline void consume(const GatedDeltaNetParams& params, const Pipeline
 #pragma unroll 1
   for (;; chunk_turn.advance(1)) {
     const ChunkBuffer buffer = shared.buffer(chunk_turn.index());
-    ptx::barrier_wait(shared.is_loaded(KEYS_LOADER, chunk_turn.index()), chunk_turn.parity());
+    ptx::barrier_wait(shared.is_chunk_known(chunk_turn.index()), chunk_turn.parity());
     const Chunk& chunk = buffer.chunk();  // where it stands: registers are few
     if (chunk.num_heads == 0) return;
+    ptx::barrier_wait(shared.is_loaded(KEYS_LOADER, chunk_turn.index()), chunk_turn.parity());
     const ChunkTensors tensors{params, chunk};
 #pragma unroll 1
     for (; turn.head < chunk.num_heads; turn.head += NUM_GROUPS) {

@@ -201,10 +201,11 @@ __device__ inline void weigh(const Mamba2Params& params, const PipelineShared& s
   Turn<CHUNK_BUFFERS> turn(weigher / TEAM_WARPS);
 #pragma unroll 1
   for (;; turn.advance(COEFFICIENT_TEAMS)) {
-    ptx::barrier_wait(shared.is_loaded(TIMES_LOADER, turn.index()), turn.parity());
+    ptx::barrier_wait(shared.is_chunk_known(turn.index()), turn.parity());
     const ChunkBuffer buffer = shared.buffer(turn.index());
     const Chunk chunk = buffer.chunk();
     if (chunk.num_heads == 0) return;
+    ptx::barrier_wait(shared.is_loaded(TIMES_LOADER, turn.index()), turn.parity());
     weigh_chunk({params, chunk}, shared, warp, turn);
     ptx::barrier_wait(shared.is_loaded(X_LOADER, turn.index()), turn.parity());
     if (chunk.lengths.is_active()) append_rows({params, chunk}, buffer, warp);

@@ -217,9 +217,10 @@ __device__ inline void consume(const Mamba2Params& params, const PipelineShared&
 #pragma unroll 1
   for (;; chunk_turn.advance(1)) {
     const ChunkBuffer buffer = shared.buffer(chunk_turn.index());
-    ptx::barrier_wait(shared.is_loaded(BC_LOADER, chunk_turn.index()), chunk_turn.parity());
+    ptx::barrier_wait(shared.is_chunk_known(chunk_turn.index()), chunk_turn.parity());
     const Chunk& chunk = buffer.chunk();  // where it stands: registers are few
     if (chunk.num_heads == 0) return;
+    ptx::barrier_wait(shared.is_loaded(BC_LOADER, chunk_turn.index()), chunk_turn.parity());
     const ChunkWait rest{shared.is_chunk_weighed(chunk_turn.index()), shared.is_loaded(X_LOADER, chunk_turn.index()),
                          chunk_turn.parity()};
     const ChunkTensors tensors{params, chunk};
