@@ -1,4 +1,7 @@
-"""Shared test set-up: the ``gpu`` marker skips, visibly, where there is no CUDA device, and nowhere else."""
+"""Shared test set-up: the ``gpu`` marker skips, visibly, where there is no CUDA device, and nowhere else.
+
+Failures are named as they happen, too: the summary of a run that a time limit ends is lost.
+"""
 
 from collections.abc import Generator
 
@@ -13,6 +16,24 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu" and not torch.cuda.is_available():
         raise pytest.UsageError("found no CUDA device; needed one, for every test with the marker gpu would be skipped")
+
+
+class _FailuresAtOnce:
+    """Writes the name of each test that fails; with xdist the tests of all processes are reported to one."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._reporter = config.pluginmanager.get_plugin("terminalreporter")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self._reporter is not None:
+            self._reporter.ensure_newline()
+            self._reporter.write_line(f"{report.nodeid} failed in its {report.when}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(_FailuresAtOnce(session.config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

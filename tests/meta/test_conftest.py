@@ -40,3 +40,14 @@ def test_a_skip_of_a_gpu_test_is_a_failure_where_there_is_one(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert sentence in done.stdout + done.stderr
+
+
+def test_a_failure_is_named_before_the_tests_after_it_have_run(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a CUDA device\n")
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    source = "import os\n\ndef test_one():\n    assert 0\n\ndef test_two():\n    os._exit(7)\n"
+    (tmp_path / "test_both.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 7
+    assert "test_both.py::test_one failed in its call" in done.stdout
