@@ -8,6 +8,7 @@ import os
 import subprocess
 import tempfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -115,12 +116,7 @@ class Emulator:
         # An output that the kernel does not write stays NaN and is found.
         y = torch.full(x.shape, torch.nan, dtype=x.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.MAMBA2.inputs)
-        num_taken = torch.zeros(1, dtype=torch.int32)
-        params = mamba2_params(inputs, y, num_taken.data_ptr())
-        kernel = (self.kernel or "step") if x.shape[1] <= specialization.window else self.prefill
-        self._run(specialization, kernel, params, inputs, y)
-        if num_taken.item() != 0:
-            raise EmulationError(f"the counter was left at {num_taken.item()}: the next launch would begin with it")
+        self._run_recurrence(specialization, mamba2_params, inputs, y)
         return y
 
     def gated_delta_net(self, *, history: int, max_draft_len: int, **tensors: Tensor) -> Tensor:
@@ -139,12 +135,7 @@ class Emulator:
         )
         o = torch.full(v.shape, torch.nan, dtype=v.dtype)
         inputs = tuple(tensors[name] for name in plugin_io.GATED_DELTA_NET.inputs)
-        num_taken = torch.zeros(1, dtype=torch.int32)
-        params = gated_delta_net_params(inputs, o, num_taken.data_ptr())
-        kernel = (self.kernel or "step") if v.shape[1] <= specialization.window else self.prefill
-        self._run(specialization, kernel, params, inputs, o)
-        if num_taken.item() != 0:
-            raise EmulationError(f"the counter was left at {num_taken.item()}: the next launch would begin with it")
+        self._run_recurrence(specialization, gated_delta_net_params, inputs, o)
         return o
 
     def causal_conv1d(self, *, activation: str | None, **tensors: Tensor | None) -> Tensor:
@@ -157,6 +148,19 @@ class Emulator:
         kernel = self.kernel or causal_conv1d_role(x.shape[1])
         self._run(specialization, kernel, causal_conv1d_params(inputs, y, is_silu=activation == "silu"), inputs, y)
         return y
+
+    def _run_recurrence(
+        self,
+        specialization: Mamba2Specialization | GatedDeltaNetSpecialization,
+        pack: Callable[[tuple[Tensor, ...], Tensor, int], Any],
+        inputs: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> None:
+        num_taken = torch.zeros(1, dtype=torch.int32)
+        kernel = (self.kernel or "step") if output.shape[1] <= specialization.window else self.prefill
+        self._run(specialization, kernel, pack(inputs, output, num_taken.data_ptr()), inputs, output)
+        if num_taken.item() != 0:
+            raise EmulationError(f"the counter was left at {num_taken.item()}: the next launch would begin with it")
 
     def _run(
         self, specialization: Specialization, kernel: Kernel, params: Any, inputs: tuple[Tensor | None, ...], y: Tensor

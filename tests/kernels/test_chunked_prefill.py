@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.cases import Mamba2Case
+from tests.kernels import prompts
 from tests.kernels.emulation import Emulator
 from tests.ops.driver import Row, bits
 from tests.ops.mamba2_driver import Mamba2Driver, Window
@@ -32,10 +33,7 @@ EMULATED = {"P16", "P48-state_bf16"}
 
 
 def by_case(*, is_emulated: bool = True) -> pytest.MarkDecorator:
-    """Parametrise a test with ``case`` and ``device``; "cpu" is the emulator."""
-    gpu = [pytest.param(case, "cuda", id=f"{case.name}-cuda", marks=pytest.mark.gpu) for case in CASES]
-    emulated = [pytest.param(case, "cpu", id=f"{case.name}-cpu") for case in CASES if case.name in EMULATED]
-    return pytest.mark.parametrize(("case", "device"), [*gpu, *(emulated if is_emulated else [])])
+    return prompts.by_case(CASES, EMULATED if is_emulated else ())
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +48,7 @@ def _runs_the_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 def with_pending(case: Mamba2Case, device: str, seed: int) -> Mamba2Driver:
-    """Slots 0 and 1 with pending ring rows, more in 1; slot 2 fresh; all dead memory poisoned."""
-    driver = Mamba2Driver(case, device, num_slots=3, seed=seed)
-    T = case.window
-    driver.run([Row(0, T + 2, T + 2), Row(1, T + 5, T + 5)], T + 5)
-    for step in range(case.history // T):
-        driver.run([Row(1, T, T), Row(0, T, 1 if step % 2 else 0)], T)
-    assert driver.past[1] > driver.checkpoint[1]
-    driver.poison_unused()
-    return driver
+    return prompts.with_pending(Mamba2Driver(case, device, num_slots=3, seed=seed))
 
 
 @by_case()
