@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from trtllm_replayssm.errors import ReplaySSMError
 
 if TYPE_CHECKING:
-    from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
+    from trtllm_replayssm.config import (
+        KvCacheConfig,
+        NGramDecodingConfig,
+        ReplayConfig,
+        SamplingParams,
+        SchedulerConfig,
+    )
+    from trtllm_replayssm.runtime.handle import RequestHandle
     from trtllm_replayssm.runtime.llm import LLM
     from trtllm_replayssm.runtime.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -27,19 +34,25 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "KvCacheConfig",
     "Logprob",
     "NGramDecodingConfig",
     "ReplayConfig",
     "ReplaySSMError",
+    "RequestHandle",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerConfig",
     "__version__",
 ]
 
 _LAZY = {
+    "KvCacheConfig": "trtllm_replayssm.config",
     "NGramDecodingConfig": "trtllm_replayssm.config",
     "ReplayConfig": "trtllm_replayssm.config",
     "SamplingParams": "trtllm_replayssm.config",
+    "SchedulerConfig": "trtllm_replayssm.config",
+    "RequestHandle": "trtllm_replayssm.runtime.handle",
     "LLM": "trtllm_replayssm.runtime.llm",
     "CompletionOutput": "trtllm_replayssm.runtime.outputs",
     "Logprob": "trtllm_replayssm.runtime.outputs",

@@ -71,6 +71,31 @@ class NGramDecodingConfig(UserOptions):
     max_matching_ngram_size: PositiveInt = 3
 
 
+class SchedulerConfig(UserOptions):
+    """Whose turn it is, and how many may wait.
+
+    Attributes:
+        max_queue_size: most requests that wait for a slot; further ones are refused. None lets any number wait.
+        max_prompt_steps: most pieces of prompts that run while decoding requests wait for their next step; together
+            they have at most ``max_num_tokens`` tokens. Fewer shorten the longest time between two tokens, more start
+            new requests sooner.
+    """
+
+    max_queue_size: Annotated[int, Field(ge=0)] | None = None
+    max_prompt_steps: PositiveInt = defaults.MAX_PROMPT_STEPS
+
+
+class KvCacheConfig(UserOptions):
+    """What sequences may keep on the device.
+
+    Attributes:
+        max_tokens: most tokens of all running sequences together, at least ``max_seq_len``; what outgrows it goes back
+            to waiting and is computed again. None for what the slots hold, max_batch_size x max_seq_len.
+    """
+
+    max_tokens: PositiveInt | None = None
+
+
 SpeculativeConfig = NGramDecodingConfig
 
 

@@ -88,6 +88,24 @@ class CapacityError(ReplaySSMError, ValueError):
     code = "R002"
 
 
+class QueueFullError(ReplaySSMError, RuntimeError):
+    """As many requests wait as may; the same request may be taken later."""
+
+    code = "R003"
+
+
+class ShutdownError(RequestError):
+    """The ``LLM`` was closed before the request had ended, or before it came."""
+
+    code = "R004"
+
+
+class ExecutorError(ReplaySSMError, RuntimeError):
+    """A step of the model failed; what it left on the device is unknown, and no further request is taken."""
+
+    code = "R005"
+
+
 def validation_text(error: "ValidationError") -> str:
     """Write every problem that pydantic found as ``name: found x; needed y``, in one line without a final full stop."""
     return "; ".join(map(_problem_text, error.errors()))

@@ -1,5 +1,7 @@
 """The verdict on a window: greedy match, and rejection sampling that leaves the distribution as it is."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -52,10 +54,29 @@ def test_min_tokens_bans_the_end_within_the_window_only_as_long_as_needed() -> N
     assert judge(decode_plan([request], [(4, 4)]), logits)[0].new_token_ids == (4, 4, 2)
 
 
-def test_logits_that_are_not_finite_are_an_error_that_names_the_request() -> None:
-    logits = torch.full((1, 1, 10), float("nan"))
-    with pytest.raises(RequestError, match=r"request 5: .*not finite at position 4"):
-        judge(decode_plan([decoding_request(5, 0)]), logits)
+def test_logits_that_are_not_finite_end_their_request_and_no_other() -> None:
+    logits = one_hot_logits([[3, 4], [3, 4], [3, 4]])
+    logits[1, 1] = float("nan")  # behind a draft that is rejected or not
+    for draft, is_refused in ((3, True), (5, False)):
+        requests = [decoding_request(4 + slot, slot) for slot in range(3)]
+        verdicts = judge(decode_plan(requests, [(3,), (draft,), (9,)]), logits)
+        assert [verdict.error is not None for verdict in verdicts] == [False, is_refused, False]
+        assert [verdict.new_token_ids for verdict in verdicts] == [(3, 4), () if is_refused else (3,), (3,)]
+        if is_refused:
+            assert isinstance(verdicts[1].error, RequestError)
+            assert re.search(r"request 5: .*not finite at position 5", verdicts[1].error.message)
+
+
+def test_a_rule_that_fails_ends_its_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [decoding_request(i, i) for i in range(3)]
+
+    def failing(drafts: object = ()) -> frozenset[int]:
+        raise LookupError("no such grammar")
+
+    monkeypatch.setattr(requests[1], "banned_after", failing)
+    verdicts = judge(decode_plan(requests), one_hot_logits([[3], [4], [5]]))
+    assert [verdict.new_token_ids for verdict in verdicts] == [(3,), (), (5,)]
+    assert "request 1: its sampling rules failed: LookupError: no such grammar" in str(verdicts[1].error)
 
 
 def test_rejection_sampling_leaves_the_distribution_unchanged() -> None:

@@ -94,18 +94,20 @@ def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
     assert not scheduler.has_work
 
 
-def test_dropping_everything_leaves_free_slots_and_no_work() -> None:
+def test_ending_everything_leaves_free_slots_and_no_work() -> None:
     desk = Desk(2, 4)
     for i in range(5):
         desk.scheduler.add(request_of(i, 6))
     desk.step()
-    assert len(desk.scheduler.drop_all()) == 5
+    assert len(desk.scheduler.unfinished()) == 5
+    for request in desk.scheduler.unfinished():
+        desk.scheduler.end(request, "cancelled")
     assert not desk.scheduler.has_work
     assert desk.slots.num_free == 2
 
 
-def test_a_request_cannot_go_back() -> None:
+def test_a_finished_request_cannot_go_back() -> None:
     request = request_of(0, 2)
-    request.move_to(RequestState.PREFILL)
-    with pytest.raises(AssertionError, match="cannot go from prefill to waiting"):
+    request.end("cancelled")
+    with pytest.raises(AssertionError, match="cannot go from finished to waiting"):
         request.move_to(RequestState.WAITING)

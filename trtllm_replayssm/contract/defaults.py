@@ -13,6 +13,9 @@ MAX_SEQ_LEN: Final = 4096
 # A prompt piece long enough to keep a GPU busy, short enough not to stall the other requests for long; a longer one
 # takes activation memory in proportion.
 MAX_NUM_TOKENS: Final = 2048
+# Pieces of prompts that may run between two decode steps. Each costs at least a launch of the whole model, as does a
+# decode step: a request waits for its next token as long as for so many steps, and a batch fills that much faster.
+MAX_PROMPT_STEPS: Final = 8
 # The prompts of the prefill benchmark.
 PREFILL_TOKENS: Final = 4096
 # What TensorRT-RTX builds for, of those the installed version knows: Ampere (A100, RTX 30), Ada (RTX 40, L4, L40) and

@@ -45,26 +45,38 @@ def judge(plan: StepPlan, logits: torch.Tensor) -> tuple[Verdict, ...]:
         logits: [B, J, V] fp32: J is S for a decode step, 1 for a prompt.
 
     Returns:
-        One verdict per row of the plan.
-
-    Raises:
-        RequestError: logits are not finite.
+        One verdict per row of the plan; where a row's logits are not finite or its rules fail, one with the error.
     """
+    try:
+        return _judge_rows(plan.rows, plan.first_slot, logits)
+    except Exception:  # noqa: BLE001 - whatever one row's rules raise, the others have their tokens
+        return tuple(_judge_alone(row, plan.first_slot, logits) for row in plan.rows)
+
+
+def _judge_alone(row: RowPlan, first_slot: int, logits: torch.Tensor) -> Verdict:
+    try:
+        return _judge_rows((row,), first_slot, logits)[0]
+    except Exception as error:  # noqa: BLE001 - as above: the error is the request's
+        name = f"request {row.request.request_id}"
+        return _refusal(RequestError(f"{name}: its sampling rules failed: {type(error).__name__}: {error}."))
+
+
+def _judge_rows(plan_rows: Sequence[RowPlan], first_slot: int, logits: torch.Tensor) -> tuple[Verdict, ...]:
     rules: list[TokenRule] = []
     places: list[tuple[int, int]] = []
-    for row in plan.rows:
+    for row in plan_rows:
         for j in range(_num_targets(row)):
             rules.append(_rule(row, j))
-            places.append((row.slot - plan.first_slot, j))
+            places.append((row.slot - first_slot, j))
     if not rules:
-        return tuple(Verdict(len(row.token_ids), (), ()) for row in plan.rows)
+        return tuple(Verdict(len(row.token_ids), (), ()) for row in plan_rows)
     rows, positions = torch.tensor(places, device=logits.device).T
     targets = logits[rows, positions]
     tokens, logprobs = choose_tokens(targets, rules)
-    wanted = [row.request.params.logprobs for row in plan.rows for _ in range(_num_targets(row))]
+    wanted = [row.request.params.logprobs for row in plan_rows for _ in range(_num_targets(row))]
     top = top_logprobs(targets, tokens, wanted)
     verdicts, start = [], 0
-    for row in plan.rows:
+    for row in plan_rows:
         end = start + _num_targets(row)
         verdicts.append(_verdict(row, tokens[start:end], logprobs[start:end], top[start:end]))
         start = end
@@ -107,10 +119,12 @@ def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float], top: list[d
     kept = count_accepted(row.drafts, tokens)
     for index, logprob in enumerate(logprobs[:kept]):
         if logprob != logprob:
-            raise RequestError(
-                f"request {row.request.request_id}: found logits that are not finite at position "
-                f"{row.request.num_tokens + index}; needed finite ones. A float16 model may overflow: try dtype "
-                f"'bfloat16' or 'float32'."
+            return _refusal(
+                RequestError(
+                    f"request {row.request.request_id}: found logits that are not finite at position "
+                    f"{row.request.num_tokens + index}; needed finite ones. A float16 model may overflow: try dtype "
+                    f"'bfloat16' or 'float32'."
+                )
             )
     # A prompt piece stays whole; of a decode window the newest token and the accepted drafts stay.
     num_accepted = len(row.token_ids) - row.num_drafts + kept - 1
@@ -120,3 +134,7 @@ def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float], top: list[d
         tuple(logprobs[:kept]),
         tuple(entries for entries in top[:kept] if entries is not None),
     )
+
+
+def _refusal(error: RequestError) -> Verdict:
+    return Verdict(0, (), (), error=error)

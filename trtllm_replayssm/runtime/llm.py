@@ -4,24 +4,33 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self, overload
 
 from tqdm.auto import tqdm
 
-from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams, SpeculativeConfig
+from trtllm_replayssm.config import (
+    KvCacheConfig,
+    NGramDecodingConfig,
+    ReplayConfig,
+    SamplingParams,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.errors import ConfigError, RequestError
 from trtllm_replayssm.runtime import prompts as prompt_desk
 from trtllm_replayssm.runtime import settings
+from trtllm_replayssm.runtime.executors.base import Executor
+from trtllm_replayssm.runtime.handle import RequestHandle
 from trtllm_replayssm.runtime.loop import DecodeLoop
-from trtllm_replayssm.runtime.metrics import MetricsRecorder
+from trtllm_replayssm.runtime.metrics import Latencies, MetricsRecorder
 from trtllm_replayssm.runtime.opening import ExecutorName, open_executor
 from trtllm_replayssm.runtime.outputs import RequestOutput
-from trtllm_replayssm.runtime.prompts import Inputs, Prompt, PromptDesk
-from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.prompts import Inputs, PlainPrompt, Prompt, PromptDesk
+from trtllm_replayssm.runtime.serving_loop import ServingLoop
 from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
@@ -29,6 +38,9 @@ from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 class LLM:
     """A language model that generates text; as a context manager it closes itself.
+
+    Any number of threads and event loops may use it at a time. A thread of its own runs the model's steps, from the
+    first request on.
 
     Args:
         model: a Hugging Face folder, a rank checkpoint or an engine folder.
@@ -41,6 +53,8 @@ class LLM:
             most 4096, or what the engine has.
         max_num_tokens: tokens of the longest prompt piece that runs in one step; by default 2048, or the engine's.
         replay: how recurrent layers keep their state.
+        scheduler_config: how many requests may wait, and how prompts and decoding take turns.
+        kv_cache_config: how many tokens the running sequences may hold.
         speculative_config: where draft tokens come from; None decodes plainly.
         drafter: your own source of draft tokens, instead of ``speculative_config``.
         checkpoint_dir: where the weights are, for an engine folder that has none.
@@ -64,6 +78,8 @@ class LLM:
         max_seq_len: int | None = None,
         max_num_tokens: int | None = None,
         replay: ReplayConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        kv_cache_config: KvCacheConfig | None = None,
         speculative_config: SpeculativeConfig | None = None,
         drafter: Drafter | None = None,
         checkpoint_dir: str | Path | None = None,
@@ -85,10 +101,18 @@ class LLM:
         self._recorder = MetricsRecorder(
             self.geometry, self._executor.replay, is_conventional=self._executor.is_conventional
         )
-        self._loop = DecodeLoop(self._executor, self._drafter, self._limits, self._recorder)
+        self._serving = _make_serving_loop(
+            self._executor,
+            self._drafter,
+            self._limits,
+            self._recorder,
+            scheduler_config or SchedulerConfig(),
+            kv_cache_config or KvCacheConfig(),
+        )
         self._next_id = 0
-        self._is_closed = False
         self._lock = threading.Lock()
+        # Also when nobody closes it, and when Python ends.
+        self._finalizer = weakref.finalize(self, self._serving.close)
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +122,7 @@ class LLM:
 
     def __repr__(self) -> str:
         limits = f"max_batch_size={self.limits.max_batch_size}, max_seq_len={self.limits.max_seq_len}"
-        closed = ", closed" if self._is_closed else ""
+        closed = ", closed" if self._serving.is_closed else ""
         return (
             f"LLM({str(self._folder)!r}, executor={self.executor!r}, device={self.device!r}, "
             f"dtype={self.geometry.dtype!r}, {limits}, history={self.replay.history}{closed})"
@@ -133,6 +157,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer, or None."""
         return self._tokenizer
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are taken: the model is open, and no step of it has failed."""
+        return not self._serving.is_closed and self._serving.failure is None
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too; it counts as one prompt
@@ -173,51 +202,137 @@ class LLM:
 
         Raises:
             RequestError: a prompt or its parameters cannot be served, or the ``LLM`` is closed; nothing has run then.
+            QueueFullError: more prompts than may wait; nothing has run then.
+            ReplaySSMError: what ended a request; the others have run to their ends. ``generate_async`` gives each its
+                own.
         """
         prompts, is_single = prompt_desk.as_list(inputs)
         params = prompt_desk.params_for(len(prompts), sampling_params)
-        with self._lock:
-            if self._is_closed:
-                raise RequestError("generate: found an LLM that was closed; needed an open one. Make another.")
-            requests = self._desk.requests(prompts, params, self._next_id)
-            self._next_id += len(requests)
-            self._run(requests, use_tqdm)
-        sequences = iter(requests)
-        outputs = [first.output(*islice(sequences, first.params.n - 1)) for first in sequences]
+        handles = self._submit(prompts, params)
+        try:
+            with _progress_bar(sum(len(handle.sequences) for handle in handles), use_tqdm) as bar:
+                for handle in handles:
+                    handle.wait()
+                    bar.update(len(handle.sequences))
+        finally:  # after an interrupt nobody wants the rest
+            for handle in handles:
+                handle.abort()
+        outputs = [handle.result() for handle in handles]
         return outputs[0] if is_single else outputs
 
+    def generate_async(
+        self,
+        inputs: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        streaming: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> RequestHandle:
+        """Queue one prompt and return at once; from any thread, with or without an event loop.
+
+        Args:
+            inputs: the prompt, as for ``generate``.
+            sampling_params: its rules.
+            streaming: let the handle be iterated over while the output grows.
+            priority: higher ones run first, and take the slots of lower ones, which go on later; equals run in the
+                order in which they came.
+            timeout_s: seconds from now after which the request ends, with the tokens that it has by then and
+                finish_reason "timeout"; None for never.
+
+        Returns:
+            A handle to wait for, to iterate over or to abort.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served, or the ``LLM`` is closed.
+            QueueFullError: as many requests wait as may.
+            ExecutorError: a step of the model has failed before.
+        """
+        prompts, is_single = prompt_desk.as_list(inputs)
+        if not is_single:
+            raise RequestError(f"inputs: found a list of {len(prompts)} prompts; needed one. Call once for each.")
+        prompt_desk.check_schedule(priority, timeout_s)
+        params = prompt_desk.params_for(1, sampling_params)
+        return self._submit(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)[0]
+
     def metrics(self) -> dict[str, Any]:
-        """Return what all calls of ``generate`` did so far; ``runtime.metrics.Counters`` explains the keys.
+        """Return what all requests did so far; ``runtime.metrics.Counters`` explains the keys.
 
         The ``conventional_*`` bytes are those of the same steps without replay. Under speculation these hold a
         snapshot of the state for every token of a window, as the conventional decode needs to roll back.
-        ``tokens_per_s`` is None before the first call, ``acceptance_rate`` while no draft has been proposed.
+        ``tokens_per_s`` is None before the first request, ``acceptance_rate`` while no draft has been proposed.
+        ``num_running`` and ``num_waiting`` are the sequences with and without a slot at this moment.
         """
-        return self._recorder.snapshot()
+        now = {"num_running": self._serving.num_running, "num_waiting": self._serving.num_waiting}
+        return self._recorder.snapshot() | now
+
+    def latencies(self) -> Latencies:
+        """Return how long sequences waited for their tokens so far, as histograms."""
+        return self._recorder.latencies()
 
     def reset_metrics(self) -> None:
         """Count from zero again, after a warm-up for instance."""
-        with self._lock:
-            self._recorder.reset()
+        self._recorder.reset()
 
     def close(self) -> None:
-        """Release the device memory, once a running ``generate`` has ended; nothing can be generated afterwards."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._executor.close()
+        """Release the device memory; nothing can be generated afterwards.
 
-    def _run(self, requests: Sequence[Request], use_tqdm: bool) -> None:
-        started = time.perf_counter()
-        try:
-            with _progress_bar(len(requests), use_tqdm) as bar:
-                for request in requests:
-                    self._loop.add(request)
-                while self._loop.has_work:
-                    bar.update(sum(request.is_finished for request in self._loop.step()))
-        finally:
-            self._loop.drop_all()
-            self._recorder.count_time(started)
+        Requests that have not ended do so before the next step, with a ``ShutdownError``.
+        """
+        self._serving.close()
+
+    shutdown = close
+    """TensorRT-LLM's name for it."""
+
+    def _submit(
+        self,
+        prompts: Sequence[PlainPrompt],
+        params: Sequence[SamplingParams],
+        *,
+        streaming: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[RequestHandle]:
+        self._serving.check_open()
+        now = time.perf_counter()
+        with self._lock:  # of the numbers alone: tokenising takes its time
+            first_id = self._next_id
+            self._next_id += sum(rules.n for rules in params)
+        handles = []
+        for sequences in self._desk.requests(prompts, params, first_id):
+            for request in sequences:
+                request.priority, request.arrived_s = priority, now
+                request.deadline_s = None if timeout_s is None else now + timeout_s
+            # The worker has the handle and this the LLM, which is therefore not collected before the request has ended.
+            handles.append(RequestHandle(sequences, is_streaming=streaming, abort=self._serving.abort, owner=self))
+        self._serving.submit(handles)
+        return handles
+
+
+def _make_serving_loop(
+    executor: Executor,
+    drafter: Drafter,
+    limits: EngineLimits,
+    recorder: MetricsRecorder,
+    scheduling: SchedulerConfig,
+    cache: KvCacheConfig,
+) -> ServingLoop:
+    if cache.max_tokens is not None and cache.max_tokens < limits.max_seq_len:
+        raise ConfigError(
+            f"max_tokens: found {cache.max_tokens}; needed at least max_seq_len ({limits.max_seq_len}), for one "
+            f"sequence may be so long. Raise it or lower max_seq_len."
+        )
+    loop = DecodeLoop(
+        executor,
+        drafter,
+        limits,
+        recorder,
+        max_prompt_steps=scheduling.max_prompt_steps,
+        max_tokens=cache.max_tokens,
+    )
+    most_waiting = scheduling.max_queue_size
+    max_unfinished = None if most_waiting is None else limits.max_batch_size + most_waiting
+    return ServingLoop(loop, executor, recorder, max_unfinished)
 
 
 def _path(name: str, value: object) -> Path:

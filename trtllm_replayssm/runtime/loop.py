@@ -1,19 +1,24 @@
 """The decode loop: plan -> draft -> execute -> accept -> commit -> settle.
 
 Rollback of rejected drafts has no code here or anywhere: their rows lie beyond the committed length and the next step
-writes over them.
+writes over them. One thread at a time uses a loop.
 """
 
+import time
+from contextlib import suppress
 from dataclasses import replace
 
+from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import EngineLimits
-from trtllm_replayssm.errors import RequestError
+from trtllm_replayssm.errors import ReplaySSMError, RequestError
 from trtllm_replayssm.runtime.acceptance import judge
 from trtllm_replayssm.runtime.commit import commit
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.inputs import build_inputs
 from trtllm_replayssm.runtime.metrics import MetricsRecorder
+from trtllm_replayssm.runtime.outputs import FinishReason
 from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.request_heap import RequestHeap
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.speculative.base import Drafter
@@ -28,29 +33,69 @@ class DecodeLoop:
         drafter: proposes draft tokens.
         limits: how many requests run at a time and the longest prompt piece; at most the executor's own limits.
         recorder: counts what happens.
+        max_prompt_steps: most prompt pieces between two decode steps.
+        max_tokens: most tokens of all running sequences together; None for what the slots hold.
     """
 
-    def __init__(self, executor: Executor, drafter: Drafter, limits: EngineLimits, recorder: MetricsRecorder) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        drafter: Drafter,
+        limits: EngineLimits,
+        recorder: MetricsRecorder,
+        *,
+        max_prompt_steps: int = defaults.MAX_PROMPT_STEPS,
+        max_tokens: int | None = None,
+    ) -> None:
         self._executor = executor
         self._drafter = drafter
         self._recorder = recorder
         self._slots = Slots(limits.max_batch_size)
-        self._scheduler = Scheduler(self._slots, limits.max_num_tokens)
+        self._scheduler = Scheduler(
+            self._slots,
+            limits.max_num_tokens,
+            max_prompt_steps=max_prompt_steps,
+            max_tokens=max_tokens,
+            max_draft_len=min(drafter.max_draft_len, executor.replay.max_draft_len),
+        )
+        self._deadlines = RequestHeap(_deadline)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return self._scheduler.has_work
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a slot."""
+        return self._scheduler.num_running
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._scheduler.add(request)
+        if request.deadline_s is not None:
+            self._deadlines.add(request)
 
     def step(self) -> tuple[Request, ...]:
-        """Run one step; return the requests whose tokens grew, finished ones included."""
-        for request in self._scheduler.admit():
-            self._drafter.begin(request.request_id, request.prompt_token_ids)
-        plan = self._draft(self._scheduler.plan())
+        """Run one step; return the requests whose tokens grew or that ended.
+
+        Raises:
+            Exception: what the executor or the drafter raised; the loop is then good for ``end_all`` alone.
+        """
+        self._turn_over()
+        if not self._scheduler.num_running:
+            return ()
+        plan = self._scheduler.plan()
+        refused: tuple[Request, ...] = ()
+        if plan.kind == "decode" and self._drafter.max_draft_len:
+            plan, refused = self._draft(plan)
+        if not plan.rows:
+            return refused
         inputs = build_inputs(plan, self._slots, self._executor.device)
         outputs = self._executor.step(inputs)
         verdicts = judge(plan, outputs.logits)
@@ -58,33 +103,81 @@ class DecodeLoop:
         commit(plan, verdicts, self._slots, self._executor.replay)
         appended = self._scheduler.settle(plan, verdicts)
         self._recorder.count_tokens(plan, verdicts, appended)
+        changed = list(refused)
         for row, token_ids in zip(plan.rows, appended, strict=True):
             self._drafter.observe(row.request.request_id, token_ids)
             if row.request.is_finished:
-                self._drafter.end(row.request.request_id)
-        return tuple(row.request for row, token_ids in zip(plan.rows, appended, strict=True) if token_ids)
+                self._forget(row.request)
+            if token_ids or row.request.is_finished:
+                changed.append(row.request)
+        return tuple(changed)
 
-    def drop_all(self) -> None:
-        """Forget every request: after an error or an interrupt the next ones start on clean slots."""
-        for request in self._scheduler.drop_all():
+    def end(self, request: Request, reason: FinishReason, error: ReplaySSMError | None = None) -> bool:
+        """End a request before its time, wherever it stands; return whether it had not ended before."""
+        if request.is_finished:
+            return False
+        has_begun = request.slot is not None
+        self._scheduler.end(request, reason, error)
+        self._forget(request, has_begun=has_begun)
+        return True
+
+    def end_overdue(self) -> tuple[Request, ...]:
+        """End the requests whose time is over, with finish_reason "timeout"; return them."""
+        overdue = []
+        now = time.perf_counter()
+        while (request := self._deadlines.first()) is not None and _deadline(request)[0] <= now:
+            self.end(request, "timeout")
+            overdue.append(request)
+        return tuple(overdue)
+
+    def end_all(self, error: ReplaySSMError) -> tuple[Request, ...]:
+        """End every request with an error; return them."""
+        unfinished = self._scheduler.unfinished()
+        for request in unfinished:
+            with suppress(Exception):  # it may be the drafter that has failed
+                self.end(request, "error", error)
+        return unfinished
+
+    def _turn_over(self) -> None:
+        preempted, admitted = self._scheduler.admit()
+        for request in preempted:
             self._drafter.end(request.request_id)
+        for request in admitted:
+            self._drafter.begin(request.request_id, request.tokens(0, request.num_tokens))
+        self._recorder.count_preemptions(len(preempted))
 
-    def _draft(self, plan: StepPlan) -> StepPlan:
-        if plan.kind != "decode" or not self._drafter.max_draft_len:
-            return plan
+    def _draft(self, plan: StepPlan) -> tuple[StepPlan, tuple[Request, ...]]:
+        """Add drafts to a plan; return it without the requests that ended because theirs are no tokens, and those."""
         longest = min(self._drafter.max_draft_len, self._executor.replay.max_draft_len)
         # The window's last token is never a draft, hence one less than what may still be generated.
         limits = {row.request.request_id: min(longest, row.request.num_remaining - 1) for row in plan.rows}
         drafts = self._drafter.propose(limits)
-        rows = []
+        rows, refused = [], []
         for row in plan.rows:
             request_id = row.request.request_id
             found = tuple(drafts.get(request_id, ()))[: limits[request_id]]
-            self._check_drafts(found)
-            rows.append(row.with_drafts(found))
-        return replace(plan, rows=tuple(rows))
+            error = self._error_of(found)
+            if error is None:
+                rows.append(row.with_drafts(found))
+            else:
+                self.end(row.request, "error", error)
+                refused.append(row.request)
+        num_rows = rows[-1].slot + 1 if rows else 0
+        return replace(plan, rows=tuple(rows), num_rows=num_rows), tuple(refused)
 
-    def _check_drafts(self, drafts: tuple[int, ...]) -> None:
+    def _error_of(self, drafts: tuple[int, ...]) -> RequestError | None:
         vocab_size = self._executor.geometry.vocab_size
-        if any(not 0 <= token_id < vocab_size for token_id in drafts):
-            raise RequestError(f"drafts: found token ids {drafts}; needed 0 <= id < {vocab_size}. Mend the drafter.")
+        if all(0 <= token_id < vocab_size for token_id in drafts):
+            return None
+        return RequestError(f"drafts: found token ids {drafts}; needed 0 <= id < {vocab_size}. Mend the drafter.")
+
+    def _forget(self, request: Request, *, has_begun: bool = True) -> None:
+        self._deadlines.remove(request)
+        self._recorder.count_end(request)
+        if has_begun:
+            self._drafter.end(request.request_id)
+
+
+def _deadline(request: Request) -> tuple[float, int]:
+    assert request.deadline_s is not None, "a request without a deadline has no clock"
+    return (request.deadline_s, request.request_id)

@@ -14,15 +14,20 @@ conventional, prefill           [c > 0] state                                   
 ==============================  ==============================================  ==================================
 """
 
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trtllm_replayssm.contract import memory, protocol
 from trtllm_replayssm.contract.geometry import ModelGeometry, ReplayGeometry
+from trtllm_replayssm.runtime.histogram import Histogram
+from trtllm_replayssm.runtime.outputs import FinishReason
+from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.slots import Slots
-from trtllm_replayssm.runtime.step import StepPlan, Verdict
+from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
 
 
 @dataclass
@@ -31,7 +36,12 @@ class Counters:
 
     Attributes:
         num_requests: sequences that ran to their end: ``SamplingParams.n`` for a prompt.
+        num_cancelled: sequences that were aborted.
+        num_timed_out: sequences whose time was over.
+        num_failed: sequences that an error ended.
+        num_preemptions: how often a sequence lost its slot to another one.
         num_prompt_tokens: prompt tokens that ran, once for each sequence.
+        num_recomputed_tokens: tokens that ran in pieces of a prompt because their sequence had lost its slot.
         num_generated_tokens: tokens that were appended to a sequence.
         num_prompt_steps: steps that ran a piece of a prompt.
         num_decode_steps: steps that ran one window of every decoding request.
@@ -44,11 +54,16 @@ class Counters:
         conventional_state_bytes_read: what the same steps move without replay.
         conventional_state_bytes_written: idem; one state, or under speculation one snapshot, per token of a window,
             rejected drafts included.
-        wall_time_s: seconds within ``generate``.
+        wall_time_s: seconds in which there were requests to run.
     """
 
     num_requests: int = 0
+    num_cancelled: int = 0
+    num_timed_out: int = 0
+    num_failed: int = 0
+    num_preemptions: int = 0
     num_prompt_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_generated_tokens: int = 0
     num_prompt_steps: int = 0
     num_decode_steps: int = 0
@@ -61,6 +76,29 @@ class Counters:
     conventional_state_bytes_read: int = 0
     conventional_state_bytes_written: int = 0
     wall_time_s: float = 0.0
+
+
+@dataclass
+class Latencies:
+    """How long users waited; the names are the keys of ``LLM.latencies()``.
+
+    Attributes:
+        time_to_first_token: from a sequence's arrival to its first token.
+        inter_token: from a token to the next of its sequence; tokens that came in one step share the time since the
+            step before.
+    """
+
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    inter_token: Histogram = field(default_factory=Histogram)
+
+
+_COUNTER_OF_END: dict[FinishReason, str] = {
+    "stop": "num_requests",
+    "length": "num_requests",
+    "cancelled": "num_cancelled",
+    "timeout": "num_timed_out",
+    "error": "num_failed",
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +135,7 @@ class StateTraffic:
 
 
 class MetricsRecorder:
-    """Counts the steps of one ``LLM``.
+    """Counts the steps of one ``LLM``: one thread counts, any thread may read.
 
     Args:
         geometry: the model.
@@ -107,52 +145,94 @@ class MetricsRecorder:
 
     def __init__(self, geometry: ModelGeometry, replay: ReplayGeometry, *, is_conventional: bool) -> None:
         self._counters = Counters()
+        self._latencies = Latencies()
+        self._lock = threading.Lock()
         self._traffic = StateTraffic(geometry, replay)
         self._replay = replay
         self._is_conventional = is_conventional
 
     def count_step(self, plan: StepPlan, slots: Slots) -> None:
         """Count a step that ran, before its lengths are committed."""
-        counters = self._counters
-        if plan.kind == "prompt":
-            counters.num_prompt_steps += 1
-            counters.num_prompt_tokens += sum(len(row.token_ids) for row in plan.rows)
-        else:
-            counters.num_decode_steps += 1
-            counters.num_decode_rows += len(plan.rows)
-        for row in plan.rows:
-            counters.num_draft_tokens += row.num_drafts
-            self._count_traffic(
-                int(slots.past_lengths[row.slot]),
-                int(slots.checkpoint_lengths[row.slot]),
-                len(row.token_ids),
-                is_prefill=protocol.is_prefill(plan.window, self._replay.max_draft_len),
-            )
+        with self._lock:
+            counters = self._counters
+            if plan.kind == "prompt":
+                counters.num_prompt_steps += 1
+                for row in plan.rows:
+                    self._count_piece(row, int(slots.past_lengths[row.slot]))
+            else:
+                counters.num_decode_steps += 1
+                counters.num_decode_rows += len(plan.rows)
+            for row in plan.rows:
+                counters.num_draft_tokens += row.num_drafts
+                self._count_traffic(
+                    int(slots.past_lengths[row.slot]),
+                    int(slots.checkpoint_lengths[row.slot]),
+                    len(row.token_ids),
+                    is_prefill=protocol.is_prefill(plan.window, self._replay.max_draft_len),
+                )
 
     def count_tokens(self, plan: StepPlan, verdicts: Sequence[Verdict], appended: Sequence[tuple[int, ...]]) -> None:
         """Count what a step added to its sequences."""
-        for row, verdict, token_ids in zip(plan.rows, verdicts, appended, strict=True):
-            self._counters.num_generated_tokens += len(token_ids)
-            # The last of a verdict's tokens is the target's own; a sequence may also end before it.
-            drafts = max(0, len(verdict.new_token_ids) - 1)
-            self._counters.num_accepted_drafts += min(drafts, len(token_ids))
-            self._counters.num_requests += row.request.is_finished
+        now = time.perf_counter()
+        with self._lock:
+            for row, verdict, token_ids in zip(plan.rows, verdicts, appended, strict=True):
+                self._counters.num_generated_tokens += len(token_ids)
+                # The last of a verdict's tokens is the target's own; a sequence may also end before it.
+                drafts = max(0, len(verdict.new_token_ids) - 1)
+                self._counters.num_accepted_drafts += min(drafts, len(token_ids))
+                if token_ids:
+                    self._count_wait(row.request, len(token_ids), now)
 
-    def count_time(self, started: float) -> None:
-        """Add the time since ``started``, a ``time.perf_counter`` value."""
-        self._counters.wall_time_s += time.perf_counter() - started
+    def count_end(self, request: Request) -> None:
+        """Count a sequence that has ended, in whatever way."""
+        assert request.finish_reason is not None, "it has not ended"
+        name = _COUNTER_OF_END[request.finish_reason]
+        with self._lock:
+            setattr(self._counters, name, getattr(self._counters, name) + 1)
+
+    def count_preemptions(self, number: int) -> None:
+        """Count sequences that lost their slots."""
+        with self._lock:
+            self._counters.num_preemptions += number
+
+    def count_time(self, seconds: float) -> None:
+        """Add time in which there were requests to run."""
+        with self._lock:
+            self._counters.wall_time_s += seconds
 
     def reset(self) -> None:
         """Count from zero again."""
-        self._counters = Counters()
+        with self._lock:
+            self._counters = Counters()
+            self._latencies = Latencies()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the counters, and the ratios that users ask for first; None for one of nothing."""
-        c = self._counters
-        result = asdict(c)
-        result["tokens_per_s"] = c.num_generated_tokens / c.wall_time_s if c.wall_time_s else None
-        result["acceptance_rate"] = c.num_accepted_drafts / c.num_draft_tokens if c.num_draft_tokens else None
+        with self._lock:
+            result = asdict(self._counters)
+        seconds, drafts = result["wall_time_s"], result["num_draft_tokens"]
+        result["tokens_per_s"] = result["num_generated_tokens"] / seconds if seconds else None
+        result["acceptance_rate"] = result["num_accepted_drafts"] / drafts if drafts else None
         return result
+
+    def latencies(self) -> Latencies:
+        """Return a copy of the latencies so far."""
+        with self._lock:
+            return deepcopy(self._latencies)
+
+    def _count_piece(self, row: RowPlan, start: int) -> None:
+        """Tell the tokens of a piece apart: the prompt's, the first time that they run, and others."""
+        request, length = row.request, len(row.token_ids)
+        new = max(min(start + length, len(request.prompt_token_ids)) - max(start, request.num_computed), 0)
+        self._counters.num_prompt_tokens += new
+        self._counters.num_recomputed_tokens += length - new
+
+    def _count_wait(self, request: Request, num_tokens: int, now: float) -> None:
+        if request.last_token_s is None:
+            self._latencies.time_to_first_token.add(now - request.arrived_s)
+        else:
+            self._latencies.inter_token.add((now - request.last_token_s) / num_tokens, num_tokens)
+        request.last_token_s = now
 
     def _count_traffic(self, c: int, f: int, n: int, *, is_prefill: bool) -> None:
         replay, counters = self._replay, self._counters

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class CompletionOutput:
         token_ids: every generated token, those of the stop string and the end token included.
         cumulative_logprob: sum of the tokens' natural log-probabilities under the model's own logits, before
             bias, penalties, temperature and everything else.
-        finish_reason: "stop" for an end token, stop token or stop string, "length" at max_tokens or max_seq_len.
+        finish_reason: "stop" for an end token, stop token or stop string, "length" at max_tokens or max_seq_len,
+            "timeout" and "cancelled" as the words say, "error" for one that the request's output names; None before
+            the end.
         stop_reason: the stop string or stop token id that ended the request; None for the end token and for "length".
         logprobs: per token, those of the likeliest tokens, most likely first, and of the token itself, last where it is
             none of them; None unless ``SamplingParams.logprobs`` asks for it.
@@ -55,6 +57,7 @@ class RequestOutput:
         prompt_token_ids: the prompt as the model saw it.
         outputs: the generated sequences, ``SamplingParams.n`` of them.
         finished: whether all of them have ended.
+        error: what ended a sequence with finish_reason "error"; None without such a one.
     """
 
     request_id: int
@@ -62,3 +65,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    error: str | None = None

@@ -36,15 +36,16 @@ class PromptDesk:
 
     def requests(
         self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams], first_id: int
-    ) -> list[Request]:
-        """Return the sequences of each prompt one after another, params.n of them; nothing runs unless all are good.
+    ) -> list[list[Request]]:
+        """Return per prompt its params.n sequences, numbered one after another; nothing runs unless all are good.
 
         Raises:
             RequestError: naming the prompt by its number.
         """
-        requests: list[Request] = []
+        requests = []
         for number, (prompt, rules) in enumerate(zip(prompts, params, strict=True)):
-            requests += self._sequences(first_id + len(requests), number, prompt, rules)
+            requests.append(self._sequences(first_id, number, prompt, rules))
+            first_id += rules.n
         return requests
 
     def _sequences(self, first_id: int, number: int, prompt: PlainPrompt, params: SamplingParams) -> list[Request]:
@@ -186,6 +187,19 @@ def params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | N
     if len(params) != count:
         raise RequestError(f"sampling_params: found {len(params)} for {count} prompts; needed one, or one per prompt.")
     return params
+
+
+def check_schedule(priority: int, timeout_s: float | None) -> None:
+    """Refuse what is no priority or no time.
+
+    Raises:
+        RequestError: naming it.
+    """
+    if _index(priority) is None:
+        raise RequestError(f"priority: found {priority!r}; needed a whole number.")
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and timeout_s > 0):
+        raise RequestError(f"timeout_s: found {timeout_s!r}; needed seconds, more than 0, or None.")
 
 
 def _no_tokenizer(number: int, found: str, instead: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""One sequence's life: waiting -> prefill -> decode -> finished."""
+"""One sequence's life: waiting -> prefill -> decode -> finished, and from anywhere back to waiting or to the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtllm_replayssm.config import SamplingParams
+from trtllm_replayssm.errors import ReplaySSMError
 from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from trtllm_replayssm.runtime.text_stream import TextStream
 
@@ -24,8 +25,8 @@ class RequestState(StrEnum):
 
 _ALLOWED = {
     RequestState.WAITING: (RequestState.PREFILL, RequestState.FINISHED),
-    RequestState.PREFILL: (RequestState.DECODE, RequestState.FINISHED),
-    RequestState.DECODE: (RequestState.FINISHED,),
+    RequestState.PREFILL: (RequestState.DECODE, RequestState.WAITING, RequestState.FINISHED),
+    RequestState.DECODE: (RequestState.WAITING, RequestState.FINISHED),
     RequestState.FINISHED: (),
 }
 
@@ -44,14 +45,20 @@ class Request:
         bad_words: token sequences, none empty, that are not to be generated.
         max_new_tokens: max_tokens, cut to what max_seq_len leaves.
         index: number of the sequence among the params.n of its prompt; each is a request of its own.
+        priority: higher ones run first.
+        arrived_s: when the request came, by ``time.perf_counter``.
+        deadline_s: when it ends at the latest, by the same clock; None for never.
         text: detokenised output, or None without a tokenizer.
         slot: row of the state pools while prefilling or decoding, else None.
         state: where the request stands; changed by ``move_to`` alone.
         token_ids: generated tokens. The last is the newest token, which the recurrent state does not hold yet.
         cumulative_logprob: sum of the tokens' log-probabilities.
         top_logprobs: per generated token the likeliest tokens, where params.logprobs asks for them.
+        num_computed: tokens of the sequence that had run when it last lost its slot; they run again.
+        last_token_s: when the newest token came, by the clock of ``arrived_s``.
         finish_reason: why it ended.
         stop_reason: the stop string or token id that ended it.
+        error: what ended it, for finish_reason "error".
     """
 
     request_id: int
@@ -62,6 +69,9 @@ class Request:
     end_ids: frozenset[int]
     max_new_tokens: int
     index: int = 0
+    priority: int = 0
+    arrived_s: float = 0.0
+    deadline_s: float | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     text: TextStream | None = None
     slot: int | None = None
@@ -69,8 +79,11 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     top_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    num_computed: int = 0
+    last_token_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: ReplaySSMError | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +96,11 @@ class Request:
         return self.max_new_tokens - len(self.token_ids)
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Orders requests by whose turn it is: higher priority first, then the order in which they came."""
+        return (-self.priority, self.request_id)
+
+    @property
     def is_finished(self) -> bool:
         """Whether no more tokens are to come."""
         return self.state is RequestState.FINISHED
@@ -91,6 +109,12 @@ class Request:
         """Change state; a transition that the life of a request does not have is our own bug."""
         assert state in _ALLOWED[self.state], f"request {self.request_id} cannot go from {self.state} to {state}"
         self.state = state
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return the tokens of positions [start, stop), prompt and generated ones, as far as there are any."""
+        length = len(self.prompt_token_ids)
+        generated = self.token_ids[max(start - length, 0) : max(stop - length, 0)]
+        return (*self.prompt_token_ids[start:stop], *generated)
 
     def sequence(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.int64]:
         """Return the prompt, the generated tokens, and drafts taken for generated."""
@@ -132,7 +156,13 @@ class Request:
             list(self.prompt_token_ids),
             [sequence._completion() for sequence in sequences],
             finished=all(sequence.is_finished for sequence in sequences),
+            error=next((str(sequence.error) for sequence in sequences if sequence.error is not None), None),
         )
+
+    def end(self, reason: FinishReason, error: ReplaySSMError | None = None) -> None:
+        """End the request before its time."""
+        self.error = error
+        self._finish(reason, None)
 
     def _completion(self) -> CompletionOutput:
         return CompletionOutput(
@@ -166,6 +196,7 @@ class Request:
     def _finish(self, reason: FinishReason, stopped_by: str | int | None) -> None:
         self.finish_reason = reason
         self.stop_reason = stopped_by
-        if self.text is not None and not isinstance(stopped_by, str):
+        # After a tokenizer's error its stream is left as it is.
+        if self.text is not None and not isinstance(stopped_by, str) and self.error is None:
             self.text.close()
         self.move_to(RequestState.FINISHED)

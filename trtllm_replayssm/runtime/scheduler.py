@@ -1,15 +1,38 @@
 """The desk: which requests run in a step, and what becomes of them after it. No tensors here.
 
-Requests take slots in the order they came. Prompts go first, one piece a step; between two pieces of a long prompt the
-decoding requests get a step, so that no prompt stalls them for longer than one piece takes.
+Requests take slots by rank: higher priority first, then the order in which they came. A step is a piece of one prompt,
+or one window of every decoding request. Prompts go first, yet of the steps between two decode steps at most
+``max_prompt_steps`` are pieces of prompts, of ``max_num_tokens`` tokens together: so long can a running request wait
+for its next token, however many prompts there are. Pieces start at multiples of ``max_num_tokens`` all the same:
+where a prompt is cut does not depend on what else runs.
+
+A request that ranks higher by priority takes the slot of the lowest and youngest one, which goes back to waiting. So
+does the lowest and youngest one when the running sequences outgrow ``max_tokens``. It keeps its tokens; when its turn
+comes again, they run as a prompt.
 """
 
-from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from trtllm_replayssm.contract import defaults
+from trtllm_replayssm.errors import ReplaySSMError, RequestError
+from trtllm_replayssm.runtime.outputs import FinishReason
 from trtllm_replayssm.runtime.request import Request, RequestState
+from trtllm_replayssm.runtime.request_heap import RequestHeap
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
+
+
+class Turnover(NamedTuple):
+    """Who lost a slot and who got one, in this order.
+
+    Attributes:
+        preempted: back to waiting.
+        admitted: from waiting to a slot, preempted ones perhaps among them.
+    """
+
+    preempted: tuple[Request, ...]
+    admitted: tuple[Request, ...]
 
 
 class Scheduler:
@@ -17,43 +40,81 @@ class Scheduler:
 
     Args:
         slots: the slots to give out.
-        max_num_tokens: longest piece of a prompt.
+        max_num_tokens: longest piece of a prompt, and most prompt tokens between two decode steps.
+        max_prompt_steps: most pieces between two decode steps.
+        max_tokens: most tokens of all running sequences together, room for the next step included; None for what the
+            slots hold. At least as many as the longest sequence.
+        max_draft_len: most drafts of a window.
     """
 
-    def __init__(self, slots: Slots, max_num_tokens: int) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        max_num_tokens: int,
+        *,
+        max_prompt_steps: int = defaults.MAX_PROMPT_STEPS,
+        max_tokens: int | None = None,
+        max_draft_len: int = 0,
+    ) -> None:
         self._slots = slots
         self._max_num_tokens = max_num_tokens
-        self._waiting: deque[Request] = deque()
+        self._max_prompt_steps = max_prompt_steps
+        self._max_tokens = max_tokens
+        self._max_draft_len = max_draft_len
+        self._waiting = RequestHeap(lambda request: request.rank)
         self._running: dict[int, Request] = {}
-        self._is_decode_due = False
+        # Since the last decode step, and counted only while a request waited for one.
+        self._prompt_steps = 0
+        self._prompt_tokens = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return bool(self._waiting or self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a slot."""
+        return len(self._running)
+
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self._waiting.append(request)
+        self._waiting.add(request)
 
-    def admit(self) -> tuple[Request, ...]:
-        """Give free slots to waiting requests, first come first served; return the admitted ones."""
+    def admit(self) -> Turnover:
+        """Give slots to the waiting requests whose turn it is, and take them from those that must make room."""
+        preempted = self._shrink()
         admitted = []
-        while self._waiting and self._slots.num_free:
-            request = self._waiting.popleft()
+        while (request := self._waiting.first()) is not None:
+            victims = self._victims(request)
+            if victims is None:
+                break
+            for victim in victims:
+                self._preempt(victim)
+                preempted.append(victim)
+            self._waiting.remove(request)
             request.slot = self._slots.acquire()
             request.move_to(RequestState.PREFILL)
             self._running[request.slot] = request
             admitted.append(request)
-        return tuple(admitted)
+        return Turnover(tuple(preempted), tuple(admitted))
 
     def plan(self) -> StepPlan:
         """Plan the next step; there must be work, and ``admit`` must have run."""
         prefilling = [r for r in self._running.values() if r.state is RequestState.PREFILL]
         decoding = [slot for slot in sorted(self._running) if self._running[slot].state is RequestState.DECODE]
-        if prefilling and not (decoding and self._is_decode_due):
-            return self._plan_prompt(min(prefilling, key=lambda request: request.request_id))
-        self._is_decode_due = False
+        if prefilling:
+            row = self._next_piece(min(prefilling, key=lambda request: request.rank))
+            if not decoding or self._may_delay(len(row.token_ids)):
+                self._prompt_steps += bool(decoding)
+                self._prompt_tokens += len(row.token_ids) if decoding else 0
+                return StepPlan("prompt", (row,), first_slot=row.slot, num_rows=1)
+        self._prompt_steps = self._prompt_tokens = 0
         return self._plan_decode(decoding)
 
     def settle(self, plan: StepPlan, verdicts: Sequence[Verdict]) -> tuple[tuple[int, ...], ...]:
@@ -64,24 +125,28 @@ class Scheduler:
         """
         return tuple(self._settle_row(row, verdict) for row, verdict in zip(plan.rows, verdicts, strict=True))
 
-    def drop_all(self) -> tuple[Request, ...]:
-        """Forget every request, waiting or running, and release the slots; return the forgotten ones."""
-        dropped = (*self._waiting, *self._running.values())
-        for slot in self._running:
-            self._slots.release(slot)
-        self._waiting.clear()
-        self._running.clear()
-        self._is_decode_due = False
-        return dropped
+    def end(self, request: Request, reason: FinishReason, error: ReplaySSMError | None = None) -> None:
+        """End a request before its time, wherever it stands; between two steps only."""
+        request.end(reason, error)
+        self._waiting.remove(request)
+        self._release(request)
 
-    def _plan_prompt(self, request: Request) -> StepPlan:
+    def unfinished(self) -> tuple[Request, ...]:
+        """Return all requests, waiting or running."""
+        return (*self._waiting.requests(), *self._running.values())
+
+    def _next_piece(self, request: Request) -> RowPlan:
         assert request.slot is not None, "a prefilling request has a slot"
         start = int(self._slots.past_lengths[request.slot])
-        piece = request.prompt_token_ids[start : start + self._max_num_tokens]
-        is_last = start + len(piece) == len(request.prompt_token_ids)
-        self._is_decode_due = not is_last
-        row = RowPlan(request, request.slot, piece, num_drafts=0, is_sampled=is_last)
-        return StepPlan("prompt", (row,), first_slot=request.slot, num_rows=1)
+        end = min(start + self._max_num_tokens, request.num_tokens)
+        is_last = end == request.num_tokens
+        return RowPlan(request, request.slot, request.tokens(start, end), num_drafts=0, is_sampled=is_last)
+
+    def _may_delay(self, num_tokens: int) -> bool:
+        """Whether a piece of so many tokens may go before the decode step that requests wait for."""
+        is_first = self._prompt_steps == 0
+        fits = self._prompt_tokens + num_tokens <= self._max_num_tokens
+        return is_first or (fits and self._prompt_steps < self._max_prompt_steps)
 
     def _plan_decode(self, slots: Sequence[int]) -> StepPlan:
         rows = tuple(
@@ -92,14 +157,65 @@ class Scheduler:
 
     def _settle_row(self, row: RowPlan, verdict: Verdict) -> tuple[int, ...]:
         request, before = row.request, len(row.request.token_ids)
+        if verdict.error is not None:
+            request.end("error", verdict.error)
         tops = verdict.top_logprobs or (None,) * len(verdict.new_token_ids)
         for token_id, logprob, top in zip(verdict.new_token_ids, verdict.logprobs, tops, strict=True):
+            if request.is_finished:
+                break
             if request.state is RequestState.PREFILL:
                 request.move_to(RequestState.DECODE)
-            request.append(token_id, logprob, top)
-            if request.is_finished:
-                self._slots.release(row.slot)
-                del self._running[row.slot]
-                request.slot = None
-                break
+            try:
+                request.append(token_id, logprob, top)
+            except Exception as error:  # noqa: BLE001 - the tokenizer's, whatever it raises: one request's trouble
+                request.end("error", RequestError(f"request {request.request_id}: its text failed: {error!r}."))
+        if request.is_finished:
+            self._release(request)
         return tuple(request.token_ids[before:])
+
+    def _release(self, request: Request) -> None:
+        if request.slot is not None:
+            del self._running[request.slot]
+            self._slots.release(request.slot)
+            request.slot = None
+
+    def _preempt(self, request: Request) -> None:
+        assert request.slot is not None, "a running request has a slot"
+        request.num_computed = max(request.num_computed, int(self._slots.past_lengths[request.slot]))
+        self._release(request)
+        request.move_to(RequestState.WAITING)
+        self._waiting.add(request)
+
+    def _shrink(self) -> list[Request]:
+        """Preempt requests until the next step of the others fits."""
+        preempted = []
+        while self._room() < 0:
+            victim = max(self._running.values(), key=lambda request: request.rank)
+            self._preempt(victim)
+            preempted.append(victim)
+        return preempted
+
+    def _victims(self, request: Request) -> list[Request] | None:
+        """Return who must go so that a waiting request can run; None where those of lower priority do not suffice."""
+        lacking_slots, room = int(not self._slots.num_free), self._room() - self._need(request)
+        victims: list[Request] = []
+        if not lacking_slots and room >= 0:
+            return victims
+        lower = (running for running in self._running.values() if running.priority < request.priority)
+        for victim in sorted(lower, key=lambda running: running.rank, reverse=True):
+            victims.append(victim)
+            room += self._need(victim)
+            if len(victims) >= lacking_slots and room >= 0:
+                return victims
+        return None
+
+    def _room(self) -> float:
+        """Return how many tokens may still be held after the next step."""
+        if self._max_tokens is None:
+            return float("inf")
+        return self._max_tokens - sum(self._need(request) for request in self._running.values())
+
+    def _need(self, request: Request) -> int:
+        """Return the most tokens that a request holds after the next step."""
+        last = len(request.prompt_token_ids) + request.max_new_tokens
+        return min(request.num_tokens + self._max_draft_len, last)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from trtllm_replayssm.errors import ReplaySSMError
 from trtllm_replayssm.runtime.outputs import Logprob
 from trtllm_replayssm.runtime.request import Request
 
@@ -123,9 +124,11 @@ class Verdict:
         new_token_ids: the tokens to append to the sequence: the accepted drafts and the target's own next token.
         logprobs: natural log-probability of each, under the model's logits.
         top_logprobs: for each of them the likeliest tokens at its place; empty where the request does not want them.
+        error: why no token could be chosen; it ends the request, and no other.
     """
 
     num_accepted_tokens: int
     new_token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[dict[int, Logprob], ...] = ()
+    error: ReplaySSMError | None = None

@@ -15,7 +15,7 @@ class Drafter(Protocol):
     max_draft_len: int
 
     def begin(self, request_id: int, prompt_token_ids: Sequence[int]) -> None:
-        """Meet a new sequence."""
+        """Meet a sequence: a new one, or one that was ended for want of a slot, with its generated tokens behind."""
         ...
 
     def observe(self, request_id: int, token_ids: Sequence[int]) -> None:

@@ -1,0 +1,207 @@
+"""The worker thread: it owns executor, drafter and scheduler, and runs steps while there are requests.
+
+Other threads leave requests and orders in a letter box; the worker empties it between two steps. So a request is
+aborted, runs out of time or takes another's slot at the border of a step, never within one.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from trtllm_replayssm.errors import ExecutorError, QueueFullError, ReplaySSMError, ShutdownError
+from trtllm_replayssm.runtime.executors.base import Executor
+from trtllm_replayssm.runtime.handle import RequestHandle, Waiter, wake
+from trtllm_replayssm.runtime.loop import DecodeLoop
+from trtllm_replayssm.runtime.metrics import MetricsRecorder
+from trtllm_replayssm.runtime.request import Request
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class ServingLoop:
+    """Runs requests of any number of threads on one ``DecodeLoop``.
+
+    Args:
+        loop: runs the steps; used by the worker alone.
+        executor: closed with the loop.
+        recorder: counts the time.
+        max_unfinished: most requests, running or waiting; None for any number.
+    """
+
+    def __init__(
+        self, loop: DecodeLoop, executor: Executor, recorder: MetricsRecorder, max_unfinished: int | None = None
+    ) -> None:
+        self._loop = loop
+        self._executor = executor
+        self._recorder = recorder
+        self._max_unfinished = max_unfinished
+        # Guards what follows. Reentrant, since a garbage collection within may end an ``LLM``, which calls ``close``.
+        self._letters = threading.Condition(threading.RLock())
+        self._arrivals: list[RequestHandle] = []
+        self._aborts: list[RequestHandle] = []
+        self._num_unfinished = 0
+        self._is_closed = False
+        self._failure: ExecutorError | None = None
+        self._thread: threading.Thread | None = None
+        # The worker's own.
+        self._handles: dict[int, RequestHandle] = {}
+        self._counted_until: float | None = None  # None while there is nothing to run
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no request is taken any more because ``close`` was called."""
+        return self._is_closed
+
+    @property
+    def failure(self) -> ExecutorError | None:
+        """Why no request can run any more; None while all is well."""
+        return self._failure
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a slot."""
+        return self._loop.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return max(self._num_unfinished - self._loop.num_running, 0)
+
+    def check_open(self) -> None:
+        """Raise what a request would be refused with at once.
+
+        Raises:
+            ShutdownError: the loop was closed.
+            ExecutorError: a step failed before.
+        """
+        if self._is_closed:
+            raise ShutdownError("generate: found an LLM that was closed; needed an open one. Make another.")
+        if self._failure is not None:
+            raise ExecutorError(
+                f"generate: found an LLM whose executor has failed ({self._failure.message}); needed a healthy one. "
+                f"Make another."
+            ) from self._failure
+
+    def submit(self, handles: Sequence[RequestHandle]) -> None:
+        """Queue requests, all of them or none.
+
+        Raises:
+            QueueFullError: there would be too many.
+            ShutdownError: the loop was closed.
+            ExecutorError: a step failed before.
+        """
+        count = sum(len(handle.sequences) for handle in handles)
+        with self._letters:
+            self.check_open()
+            if self._max_unfinished is not None and self._num_unfinished + count > self._max_unfinished:
+                raise QueueFullError(
+                    f"queue: found {self._num_unfinished} unfinished requests and {count} new ones; needed at most "
+                    f"{self._max_unfinished}, max_batch_size + max_queue_size. Try again later."
+                )
+            self._num_unfinished += count
+            self._arrivals.extend(handles)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="trtllm_replayssm", daemon=True)
+                self._thread.start()
+            self._letters.notify_all()
+
+    def abort(self, handle: RequestHandle) -> None:
+        """End a request before the next step; one that has ended stays as it is."""
+        with self._letters:
+            if not handle.finished and self._thread is not None:
+                self._aborts.append(handle)
+                self._letters.notify_all()
+
+    def close(self) -> None:
+        """End all requests with an error, close the executor, and wait until that is done; a second call only waits."""
+        with self._letters:
+            is_first, self._is_closed = not self._is_closed, True
+            thread = self._thread
+            self._letters.notify_all()
+        if thread is None:
+            if is_first:
+                self._close_executor()
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        if self._executor.device.type == "cuda":
+            torch.cuda.set_device(self._executor.device)  # a setting of each thread
+        try:
+            while self._read_letters():
+                self._step()
+            self._end_all(ShutdownError("request: found its LLM closed before the end; needed an open one."))
+        except BaseException as error:  # the requests' users must learn of it, whatever it is
+            _LOGGER.exception("a step failed: all requests end, and no further one is taken")
+            failure = ExecutorError(
+                f"executor: found {type(error).__name__} in a step: {error}. What the step left on the device is not "
+                f"known; make another LLM."
+            )
+            failure.__cause__ = error
+            with self._letters:
+                self._failure = failure
+            self._end_all(failure)
+        finally:
+            self._close_executor()
+
+    def _read_letters(self) -> bool:
+        """Wait for something to do; take in requests and orders. Return False when the loop is to end."""
+        with self._letters:
+            self._letters.wait_for(lambda: self._is_closed or self._arrivals or self._aborts or self._loop.has_work)
+            arrivals, self._arrivals = self._arrivals, []
+            aborts, self._aborts = self._aborts, []
+            is_closed = self._is_closed
+        self._take_in(arrivals)
+        for handle in aborts:
+            self._publish([request for request in handle.sequences if self._loop.end(request, "cancelled")])
+        return not is_closed
+
+    def _step(self) -> None:
+        started = time.perf_counter() if self._counted_until is None else self._counted_until
+        changed = self._loop.end_overdue() + self._loop.step()
+        now = time.perf_counter()
+        self._recorder.count_time(now - started)
+        self._publish(changed)
+        self._counted_until = now if self._loop.has_work else None
+
+    def _publish(self, changed: Iterable[Request]) -> None:
+        """Show users what became of requests; nothing is counted after its user has been told."""
+        handles: dict[int, RequestHandle] = {}
+        num_finished = 0
+        for request in changed:
+            handle = self._handles[request.request_id]
+            handles[handle.request_id] = handle
+            if request.is_finished:
+                num_finished += 1
+                del self._handles[request.request_id]
+        with self._letters:
+            self._num_unfinished -= num_finished
+        waiters: list[Waiter] = []
+        for handle in handles.values():
+            waiters += handle.publish()
+        wake(waiters)
+
+    def _end_all(self, error: ReplaySSMError) -> None:
+        with self._letters:
+            arrivals, self._arrivals = self._arrivals, []
+        self._take_in(arrivals)
+        self._loop.end_all(error)
+        # Of all that were there: a step that failed may have ended requests, too.
+        handles = {handle.request_id: handle for handle in self._handles.values()}
+        ids = set(self._handles)
+        self._publish(r for handle in handles.values() for r in handle.sequences if r.request_id in ids)
+
+    def _take_in(self, handles: Iterable[RequestHandle]) -> None:
+        for handle in handles:
+            for request in handle.sequences:
+                self._handles[request.request_id] = handle
+                self._loop.add(request)
+
+    def _close_executor(self) -> None:
+        try:
+            self._executor.close()
+        except Exception:  # a device that has failed may refuse that as well; nothing else is lost
+            _LOGGER.exception("the executor was not closed")
