@@ -13,6 +13,10 @@ import trtllm_replayssm  # noqa: F401 - before torch: it tells torch's threads t
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak_requests", type=int, default=1000, help="requests of each soak test")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu" and not torch.cuda.is_available():
         raise pytest.UsageError("found no CUDA device; needed one, for every test with the marker gpu would be skipped")

@@ -1,0 +1,75 @@
+"""Soak: whatever befalls requests, those that reach their ends get the tokens of their solo runs, and nothing leaks.
+
+Once with an executor whose logits are exact, so that a token too many or too few anywhere shows, and once with the
+shipped model. ``--soak_requests`` makes it longer.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.meta.repository import ROOT
+from tests.runtime import soak
+from tests.runtime.exact_executor import ExactExecutor
+from trtllm_replayssm import LLM, KvCacheConfig, NGramDecodingConfig
+from trtllm_replayssm.contract.geometry import EngineLimits
+from trtllm_replayssm.runtime import llm as llm_module
+from trtllm_replayssm.runtime import settings
+from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
+
+MODEL = ROOT / "examples" / "tiny_hybrid" / "model"
+LIMITS: dict[str, Any] = {"max_seq_len": 128, "max_num_tokens": 16}
+CROWDED: dict[str, Any] = LIMITS | {"max_batch_size": 6, "kv_cache_config": KvCacheConfig(max_tokens=200)}
+SPECULATION = [None, NGramDecodingConfig(max_draft_len=3)]
+TEXTS = ("e", "in", "\n", "self", "  ", "re", "a", "x=")
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an ``LLM`` run the exact executor in place of the folder's model."""
+
+    def open_exact(folder: Path, executor: str, options: settings.Options, *_: object) -> tuple[object, EngineLimits]:
+        chosen = settings.of_model(open_model_folder(folder, "float32").geometry, options)
+        made = ExactExecutor(chosen.geometry, chosen.replay, chosen.limits, lambda state: state % 499 == 0)
+        return made, chosen.limits
+
+    monkeypatch.setattr(llm_module, "open_executor", open_exact)
+
+
+def open_llm(speculative: NGramDecodingConfig | None, device: str = "cpu", **options: Any) -> LLM:
+    torch.set_num_threads(1)
+    return LLM(MODEL, device=device, dtype="float32", speculative_config=speculative, **options)
+
+
+@pytest.mark.parametrize("speculative", SPECULATION, ids=["plain", "ngram"])
+@pytest.mark.usefixtures("exact")
+def test_every_output_is_that_of_its_solo_run(
+    speculative: NGramDecodingConfig | None, pytestconfig: pytest.Config
+) -> None:
+    count = pytestconfig.getoption("soak_requests")
+    with open_llm(None, max_batch_size=1, **LIMITS) as alone:
+        jobs = soak.draw_jobs(alone, 200, 1, TEXTS)
+    assert {"length", "stop", "error"} <= {str(o.finish_reason) for job in jobs for o in job.alone.outputs}
+    with open_llm(speculative, **CROWDED) as llm:
+        tally = soak.soak(llm, jobs, count, 2)
+    for ending in ("length", "stop", "cancelled", "timeout", "error"):
+        assert tally.endings[ending] >= count // 200, tally
+    assert tally.metrics["num_preemptions"] >= count // 20, tally
+    assert tally.metrics["num_recomputed_tokens"] > 0
+    if speculative is not None:
+        assert 0 < tally.metrics["num_accepted_drafts"] < tally.metrics["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("speculative", SPECULATION, ids=["plain", "ngram"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_output_of_a_real_model_is_that_of_its_solo_run(
+    speculative: NGramDecodingConfig | None, device: str, pytestconfig: pytest.Config
+) -> None:
+    count = max(pytestconfig.getoption("soak_requests") // 5, 1)
+    with open_llm(None, device=device, max_batch_size=1, **LIMITS) as alone:
+        jobs = soak.draw_jobs(alone, 30, 3, TEXTS)
+    with open_llm(speculative, device=device, **CROWDED) as llm:
+        tally = soak.soak(llm, jobs, count, 4)
+    assert tally.metrics["num_preemptions"] >= count // 20, tally
