@@ -14,10 +14,10 @@ from tests.meta.repository import ROOT
 from tests.runtime import soak
 from tests.runtime.exact_executor import ExactExecutor
 from trtllm_replayssm import LLM, KvCacheConfig, NGramDecodingConfig
+from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.runtime import llm as llm_module
 from trtllm_replayssm.runtime import settings
-from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 
 MODEL = ROOT / "examples" / "tiny_hybrid" / "model"
 LIMITS: dict[str, Any] = {"max_seq_len": 128, "max_num_tokens": 16}
