@@ -13,6 +13,7 @@ from trtllm_replayssm.errors import ReplaySSMError
 
 if TYPE_CHECKING:
     from trtllm_replayssm.config import (
+        CudaGraphConfig,
         KvCacheConfig,
         NGramDecodingConfig,
         ReplayConfig,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "CudaGraphConfig",
     "KvCacheConfig",
     "Logprob",
     "NGramDecodingConfig",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CudaGraphConfig": "trtllm_replayssm.config",
     "KvCacheConfig": "trtllm_replayssm.config",
     "NGramDecodingConfig": "trtllm_replayssm.config",
     "ReplayConfig": "trtllm_replayssm.config",

@@ -59,6 +59,48 @@ class ReplayConfig(UserOptions):
         raise ValueError(f"found {value!r}; needed an integer from 1 up or {AUTO!r}")
 
 
+class KvCacheConfig(UserOptions):
+    """How much memory the requests' states may take.
+
+    Attributes:
+        free_gpu_memory_fraction: where ``max_batch_size`` is not given, a GPU gets as many slots as fit this part of
+            the memory that the weights and the largest step leave free.
+        max_tokens: most tokens of all running sequences together, at least ``max_seq_len``; what outgrows it goes back
+            to waiting and is computed again. None for what the slots hold, max_batch_size x max_seq_len.
+    """
+
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    max_tokens: PositiveInt | None = None
+
+
+class CudaGraphConfig(UserOptions):
+    """Which decode steps of the torch executor are replayed as CUDA graphs.
+
+    Attributes:
+        batch_sizes: rows to capture; None takes 1, 2, 4, 8 and then about four to every doubling.
+        max_batch_size: without ``batch_sizes``, no step of more rows is captured; None takes the ``LLM``'s.
+        enable_padding: run a step in the next larger size that is captured; False captures exact sizes alone.
+        warm_up: capture all batch sizes when the model is opened, for short sequences; False captures a size when a
+            step first has it.
+    """
+
+    batch_sizes: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    max_batch_size: PositiveInt | None = None
+    enable_padding: bool = True
+    warm_up: bool = False
+
+    @field_validator("batch_sizes", mode="before")
+    @classmethod
+    def _list_or_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Self:
+        if self.batch_sizes is not None and self.max_batch_size is not None:
+            raise ValueError("max_batch_size: found together with batch_sizes; needed one of the two")
+        return self
+
+
 class NGramDecodingConfig(UserOptions):
     """Prompt-lookup drafts: continue the latest earlier occurrence of the sequence's last tokens.
 
@@ -83,17 +125,6 @@ class SchedulerConfig(UserOptions):
 
     max_queue_size: Annotated[int, Field(ge=0)] | None = None
     max_prompt_steps: PositiveInt = defaults.MAX_PROMPT_STEPS
-
-
-class KvCacheConfig(UserOptions):
-    """What sequences may keep on the device.
-
-    Attributes:
-        max_tokens: most tokens of all running sequences together, at least ``max_seq_len``; what outgrows it goes back
-            to waiting and is computed again. None for what the slots hold, max_batch_size x max_seq_len.
-    """
-
-    max_tokens: PositiveInt | None = None
 
 
 SpeculativeConfig = NGramDecodingConfig

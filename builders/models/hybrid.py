@@ -74,7 +74,7 @@ class HybridModel(nn.Module):
         )
         self.first_cache = next(caches, None)
 
-    def forward(
+    def forward(  # noqa: PLR0913 - a network's inputs, one by one
         self,
         input_ids: torch.Tensor,
         past_lengths: torch.Tensor,
@@ -84,6 +84,7 @@ class HybridModel(nn.Module):
         logits_indices: torch.Tensor,
         states: tuple[torch.Tensor, ...],
         key_length: int | None = None,
+        logits: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run one step: a decode or verification window (S <= T), or a prefill window (S > T).
 
@@ -97,6 +98,7 @@ class HybridModel(nn.Module):
             states: in-out, in the order of ``contract.tensors.state_specs``.
             key_length: how many leading cache rows attention may have to read: at least max(c) + S. A host value;
                 None takes the least number on the CPU and the caches' capacity elsewhere (no host sync).
+            logits: where to write the logits; None makes a tensor.
 
         Returns:
             (logits [B, J, vocab_size] fp32, present states): the given states, updated in place.
@@ -110,7 +112,8 @@ class HybridModel(nn.Module):
             present += updated
         wanted = self.final_norm(gather_positions(hidden, logits_indices))
         head = self.embedding if self.geometry.tie_word_embeddings else self.lm_head
-        return functional.linear(wanted, head.weight).float(), tuple(present)
+        found = functional.linear(wanted, head.weight)
+        return (found.float() if logits is None else logits.copy_(found)), tuple(present)
 
     def _step(
         self,

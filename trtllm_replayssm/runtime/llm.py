@@ -12,6 +12,7 @@ from typing import Any, Self, overload
 from tqdm.auto import tqdm
 
 from trtllm_replayssm.config import (
+    CudaGraphConfig,
     KvCacheConfig,
     NGramDecodingConfig,
     ReplayConfig,
@@ -34,6 +35,8 @@ from trtllm_replayssm.runtime.serving_loop import ServingLoop
 from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
+
+_ALL_GRAPHS = CudaGraphConfig()
 
 
 class LLM:
@@ -58,6 +61,8 @@ class LLM:
         speculative_config: where draft tokens come from; None decodes plainly.
         drafter: your own source of draft tokens, instead of ``speculative_config``.
         checkpoint_dir: where the weights are, for an engine folder that has none.
+        kv_cache_config: how much GPU memory the states may take where max_batch_size is not given.
+        cuda_graph_config: which decode steps the torch executor replays as CUDA graphs on a GPU; None for none.
 
     Raises:
         ConfigError: contradictory or impossible options.
@@ -83,6 +88,8 @@ class LLM:
         speculative_config: SpeculativeConfig | None = None,
         drafter: Drafter | None = None,
         checkpoint_dir: str | Path | None = None,
+        kv_cache_config: KvCacheConfig | None = None,
+        cuda_graph_config: CudaGraphConfig | None = _ALL_GRAPHS,
     ) -> None:
         self._folder = folder = _path("model", model)
         self._drafter = _make_drafter(speculative_config, drafter)
@@ -93,6 +100,8 @@ class LLM:
             max_num_tokens=max_num_tokens,
             replay=ReplayConfig() if replay is None else replay,
             max_draft_len=self._drafter.max_draft_len,
+            kv_cache_config=KvCacheConfig() if kv_cache_config is None else kv_cache_config,
+            cuda_graph_config=cuda_graph_config,
         )
         weights = None if checkpoint_dir is None else _path("checkpoint_dir", checkpoint_dir)
         self._executor, self._limits = open_executor(folder, executor, options, str(device), weights)

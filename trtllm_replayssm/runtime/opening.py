@@ -114,6 +114,7 @@ def _torch_executor(weights: Path, chosen: settings.Settings, options: settings.
         load_weights,
         _device(device),
         conventional=not options.replay.enabled,
+        cuda_graphs=options.cuda_graph_config,
     )
 
 

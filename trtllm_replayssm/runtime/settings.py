@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pydantic import InstanceOf, ValidationError
 
-from trtllm_replayssm.config import ReplayConfig, UserOptions
+from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, ReplayConfig, UserOptions
 from trtllm_replayssm.contract import defaults, protocol
 from trtllm_replayssm.contract.geometry import AUTO, EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import Manifest
@@ -23,6 +23,8 @@ class Options(UserOptions):
         max_num_tokens: tokens of the longest prompt piece.
         replay: history, state type and mode.
         max_draft_len: most drafts of the chosen drafter; 0 without one.
+        kv_cache_config: how much memory the states may take.
+        cuda_graph_config: which decode steps are replayed as CUDA graphs; None for none.
     """
 
     dtype: str
@@ -31,6 +33,8 @@ class Options(UserOptions):
     max_num_tokens: int | None
     replay: InstanceOf[ReplayConfig]
     max_draft_len: int
+    kv_cache_config: InstanceOf[KvCacheConfig] = KvCacheConfig()
+    cuda_graph_config: InstanceOf[CudaGraphConfig] | None = CudaGraphConfig()
 
 
 @dataclass(frozen=True)

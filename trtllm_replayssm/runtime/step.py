@@ -114,6 +114,10 @@ class StepOutputs:
 
     logits: torch.Tensor
 
+    def first_rows(self, num_rows: int) -> "StepOutputs":
+        """Return the outputs of the first rows, without a copy: the others were padding."""
+        return StepOutputs(self.logits[:num_rows])
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -6,9 +6,12 @@ import torch
 
 from trtllm_replayssm.builders.kernels import specializations
 from trtllm_replayssm.builders.models.registry import create_model
+from trtllm_replayssm.config import CudaGraphConfig
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.runtime import pools
+from trtllm_replayssm.runtime.executors.buckets import batch_buckets, key_length_buckets
+from trtllm_replayssm.runtime.executors.step_graphs import StepGraphs, StepSizes
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 WeightLoader = Callable[[torch.device], Mapping[str, torch.Tensor]]
@@ -24,6 +27,8 @@ class TorchExecutor:
         load_weights: device -> the tensors of ``contract.tensors.weight_specs``; called once the memory plan fits.
         device: "cpu" or "cuda".
         conventional: rewrite the recurrent state for every token, for comparison.
+        cuda_graphs: which decode steps are captured as CUDA graphs; None runs all of them operation by operation, as
+            on the CPU.
 
     Raises:
         CapacityError: states and weights do not fit the device.
@@ -41,6 +46,7 @@ class TorchExecutor:
         device: torch.device,
         *,
         conventional: bool = False,
+        cuda_graphs: CudaGraphConfig | None = None,
     ) -> None:
         self.geometry = geometry
         self.replay = replay
@@ -57,18 +63,43 @@ class TorchExecutor:
         self._module = module.eval().requires_grad_(False)
         self._states = pools.allocate(self._specs, limits, device)
 
-    @torch.inference_mode()
+        self._graphs: StepGraphs | None = None
+        if cuda_graphs is not None and device.type == "cuda":
+            self._graphs = StepGraphs(self._run, self._sizes(cuda_graphs), geometry.vocab_size, device)
+            if cuda_graphs.warm_up:
+                self._warm_up()
+
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Run the module on the step's rows of the caches and on the whole state pools, in place."""
-        num_rows, window = inputs.input_ids.shape
-        rows = slice(inputs.first_slot, inputs.first_slot + num_rows)
+        with torch.inference_mode():
+            found = None if self._graphs is None else self._graphs.step(inputs)
+            return self._run(inputs, inputs.max_past_length + inputs.input_ids.shape[1]) if found is None else found
+
+    def close(self) -> None:
+        """Drop the graphs, the pools and the weights."""
+        if self._graphs is not None:
+            self._graphs.close()
+        self._states = ()
+        self._module = torch.nn.Module()
+
+    def _run(self, inputs: StepInputs, key_length: int, logits: torch.Tensor | None = None) -> StepOutputs:
+        rows = slice(inputs.first_slot, inputs.first_slot + len(inputs.slot_ids))
         states = tuple(
             pool[rows] if spec.is_cache else pool for spec, pool in zip(self._specs, self._states, strict=True)
         )
-        logits, _ = self._module(*inputs.tensors(), states, key_length=inputs.max_past_length + window)
-        return StepOutputs(logits)
+        found, _ = self._module(*inputs.tensors(), states, key_length=key_length, logits=logits)
+        return StepOutputs(found)
 
-    def close(self) -> None:
-        """Drop the pools and the weights."""
-        self._states = ()
-        self._module = torch.nn.Module()
+    def _sizes(self, config: CudaGraphConfig) -> StepSizes:
+        window = self.replay.window
+        return StepSizes(
+            batch_buckets(self.limits.max_batch_size, config),
+            key_length_buckets(self.limits.kv_capacity(window)),
+            window,
+            config.enable_padding,
+        )
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        assert self._graphs is not None
+        self._graphs.warm_up()
