@@ -15,6 +15,7 @@ from trtllm_replayssm.contract.geometry import (
 )
 from trtllm_replayssm.contract.manifest import BuildReport, Manifest, check_engine_size, read_manifest, read_report
 from trtllm_replayssm.contract.memory import StatePool, state_pools, tensor_bytes
+from trtllm_replayssm.contract.memory_plan import Execution, MemoryPlan, plan_memory
 from trtllm_replayssm.contract.tensors import weight_specs
 
 
@@ -57,6 +58,7 @@ class Inspection(Frozen):
         max_seq_len: rows of the key/value caches below.
         states: the pools of one slot.
         state_bytes_per_slot: their sum.
+        memory: what the model takes on its device.
         engine: None unless the folder is one.
     """
 
@@ -73,6 +75,7 @@ class Inspection(Frozen):
     max_seq_len: int
     states: tuple[StatePool, ...]
     state_bytes_per_slot: int
+    memory: MemoryPlan
     engine: EngineInspection | None
 
 
@@ -91,7 +94,10 @@ def inspect_folder(path: Path) -> Inspection:
     # No engine says how many slots it has and how long they are: shown is what a run would take.
     length = min(defaults.MAX_SEQ_LEN, folder.geometry.max_position_embeddings)
     limits = EngineLimits(
-        max_batch_size=defaults.MAX_BATCH_SIZE, max_input_len=length, max_seq_len=length, max_num_tokens=length
+        max_batch_size=defaults.MAX_BATCH_SIZE,
+        max_input_len=length,
+        max_seq_len=length,
+        max_num_tokens=min(defaults.MAX_NUM_TOKENS, length),
     )
     return _inspection(folder, ReplayGeometry(), limits, None)
 
@@ -103,6 +109,8 @@ def _inspection(
     states = state_pools(geometry, replay, limits)
     counts = Counter(layer.value for layer in geometry.layer_types)
     weights = weight_specs(geometry)
+    # TensorRT says what its activations take when an engine is loaded, not before.
+    how = Execution(has_activations=engine is None)
     return Inspection(
         path=folder.path,
         kind=folder.kind,
@@ -117,6 +125,7 @@ def _inspection(
         max_seq_len=limits.max_seq_len,
         states=states,
         state_bytes_per_slot=sum(pool.bytes_per_slot for pool in states),
+        memory=plan_memory(geometry, replay, limits, how),
         engine=engine,
     )
 

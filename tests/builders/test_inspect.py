@@ -104,6 +104,14 @@ def test_the_bytes_per_slot_are_those_of_the_memory_plan(
     assert isinstance(states, list)
     assert {pool["kind"]: pool["bytes_per_slot"] for pool in states} == expected
     assert found["state_bytes_per_slot"] == sum(expected.values())
+    memory = found["memory"]
+    assert isinstance(memory, dict) and memory["activations"] == 0  # TensorRT's own
+    limits = memory["limits"]
+    states_bytes = sum(memory[part] for part in ("checkpoints", "rings", "conv_rings", "kv_caches"))
+    assert (
+        states_bytes == limits["max_batch_size"] * sum(expected.values())
+        and memory["weights"] == found["weights_bytes"]
+    )
 
 
 def test_a_rank_checkpoint_is_shown_without_an_engine(
@@ -116,7 +124,8 @@ def test_a_rank_checkpoint_is_shown_without_an_engine(
 def test_a_published_config_alone_is_shown_in_true_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_bytes(NANO_9B.read_bytes())
     assert main(["inspect", str(tmp_path)]) == 0
-    assert "Hugging Face folder" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Hugging Face folder" in printed and "logits and sampling" in printed
     found = inspect_json(tmp_path, capsys)
     states = {pool["kind"]: pool for pool in found["states"]}  # type: ignore[attr-defined]
     assert states["ssm_state"]["slot_shape"] == [128, 80, 128]

@@ -256,7 +256,7 @@ def test_an_engine_folder_without_weights_takes_them_from_a_checkpoint(
         ({"replay": {"history": 4}}, ConfigError, "replay: found {'history': 4}; needed an instance of ReplayConfig"),
         ({"speculative_config": {}}, ConfigError, "speculative_config: found dict; needed NGramDecodingConfig"),
         ({"drafter": 3}, ConfigError, "drafter: found int; needed an object with max_draft_len, begin"),
-        ({"max_batch_size": 10**7, "max_seq_len": 10**6}, CapacityError, "needed .* GiB of states"),
+        ({"max_batch_size": 10**7, "max_seq_len": 10**6}, CapacityError, "needed .* GiB for max_batch_size"),
         ({"replay": ReplayConfig(history=2), "speculative_config": NGramDecodingConfig()}, ConfigError, "history: f"),
     ],
 )

@@ -53,6 +53,19 @@ def test_token_ids_are_told_from_text(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"executor +torch\ndevice +cpu\n", printed)
 
 
+def test_the_memory_plan_is_printed_where_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = ("--prompt", "one", "--max_tokens", "1", "--max_batch_size", "3", "--memory", "--eager")
+    with caplog.at_level("INFO", "trtllm_replayssm"):
+        assert run(folder, *arguments, "--json") == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["limits"]["max_batch_size"] == 3 and memory["weights"] > 0
+    assert re.search(r"memory of cpu: [\d.]+ MiB for max_batch_size 3, max_seq_len 64, .*: weights ", caplog.text)
+    assert run(folder, *arguments) == 0
+    assert re.search(rf"--- memory, bytes\nweights +{memory['weights']}\n", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("redirection", ["", ">&-"], ids=["ascii", "closed"])
 def test_any_text_can_be_printed_anywhere(folder: Path, redirection: str) -> None:
     options = f"--model {folder} --device cpu --max_tokens 1 --prompt Pr\u00fcfung"

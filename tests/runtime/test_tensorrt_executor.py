@@ -29,6 +29,7 @@ from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import CheckpointRecord, Manifest, PluginRecord
+from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
 from trtllm_replayssm.contract.tensors import state_specs, step_specs
 from trtllm_replayssm.errors import BackendError, CheckpointError, ManifestError
 from trtllm_replayssm.runtime import pools
@@ -234,6 +235,7 @@ class StandInExecutor:
         left_in_caches: float = float("nan"),
     ) -> None:
         self.geometry, self.replay, self.limits = manifest.geometry, manifest.replay, manifest.limits
+        self.memory_plan = plan_memory(self.geometry, self.replay, self.limits, Execution(has_activations=False))
         self.kinds: list[str] = []
         specs = state_specs(self.geometry, self.replay, self.limits)
         states = states or poisoned(pools.allocate(specs, self.limits, CPU))

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from trtllm_replayssm.cli.tables import facts_table, new_table, rendered
 from trtllm_replayssm.contract.capability import capability_text
+from trtllm_replayssm.contract.memory_plan import size_text
 
 if TYPE_CHECKING:
     from trtllm_replayssm.builders.inspection import EngineInspection, Inspection
@@ -33,7 +34,7 @@ def command(
     if as_json:
         print(found.model_dump_json(indent=2))
         return
-    tables = [_model_table(found), _states_table(found)]
+    tables = [_model_table(found), _states_table(found), _memory_table(found)]
     if found.engine is not None:
         tables += _engine_tables(found.engine)
     print(rendered(tables))
@@ -63,7 +64,7 @@ def _model_table(found: Inspection) -> Table:
     if p := geometry.mlp:
         facts["mlp"] = f"d_ff {p.d_ff}, {p.activation}"
     place = "in the folder" if found.has_weights else "not in the folder"
-    facts["weights"] = f"{found.num_parameters:,} parameters, {_size(found.weights_bytes)}, {place}"
+    facts["weights"] = f"{found.num_parameters:,} parameters, {size_text(found.weights_bytes)}, {place}"
     return facts_table("Model", facts)
 
 
@@ -80,9 +81,27 @@ def _states_table(found: Inspection) -> Table:
     for name, pools in (("all recurrent", recurrent), ("all key/value", caches)):
         _add_pools(table, name, pools)
     table.add_row("total", "", "", "", *_bytes_and_mib(found.state_bytes_per_slot))
-    all_slots = _size(found.max_batch_size * found.state_bytes_per_slot)
+    all_slots = size_text(found.max_batch_size * found.state_bytes_per_slot)
     table.caption = f"  x max_batch_size {found.max_batch_size} = {all_slots}\n"
     table.caption_justify = "left"
+    return table
+
+
+def _memory_table(found: Inspection) -> Table:
+    plan = found.memory
+    table = new_table(
+        f"Memory (max_batch_size {plan.limits.max_batch_size}, max_num_tokens {plan.limits.max_num_tokens})",
+        *("part", "bytes", "MiB"),
+        numbers=("bytes", "MiB"),
+    )
+    for name, num_bytes in plan.parts().items():
+        if num_bytes:
+            table.add_row(name, *_bytes_and_mib(num_bytes))
+    table.add_section()
+    table.add_row("total", *_bytes_and_mib(plan.total))
+    if found.engine is not None:
+        table.caption = "  TensorRT's own activations come on top\n"
+        table.caption_justify = "left"
     return table
 
 
@@ -105,7 +124,7 @@ def _engine_tables(engine: EngineInspection) -> list[Table]:
     facts: dict[str, object] = {
         "built with": f"{manifest.backend} {manifest.backend_version}, trtllm-replayssm {manifest.package_version}",
         "runs on": f"compute capability {capability_text(*manifest.compute_capabilities)}",
-        "size": f"{_size(manifest.engine_bytes)}, sha256 {_short(manifest.engine_sha256)}",
+        "size": f"{size_text(manifest.engine_bytes)}, sha256 {_short(manifest.engine_sha256)}",
         "weights": manifest.weights,
         "limits": f"max_batch_size {limits.max_batch_size}, max_input_len {limits.max_input_len}, "
         f"max_seq_len {limits.max_seq_len}, max_num_tokens {limits.max_num_tokens}",
@@ -123,7 +142,7 @@ def _engine_tables(engine: EngineInspection) -> list[Table]:
     columns = ("plugin", "version", "layers", "kernels", "kernel sha256")
     plugins = new_table("Plugins", *columns, numbers=("version", "layers", "kernels"))
     for plugin in manifest.plugins:
-        size = _size(plugin.kernels_bytes)
+        size = size_text(plugin.kernels_bytes)
         plugins.add_row(plugin.op_type, plugin.version, str(plugin.nodes), size, _short(plugin.kernels_sha256))
     return [facts_table("Engine", facts), profiles, plugins]
 
@@ -154,12 +173,3 @@ def _shortened(items: list[str]) -> list[str]:
 
 def _short(sha256: str) -> str:
     return sha256[:12] + "..."
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} GiB"

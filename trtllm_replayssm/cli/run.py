@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from trtllm_replayssm.cli.history_option import METAVAR, parse_history
-from trtllm_replayssm.config import NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm.config import CudaGraphConfig, NGramDecodingConfig, ReplayConfig, SamplingParams
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import ConfigError, RequestError
@@ -124,7 +124,13 @@ def command(
         Path | None, typer.Option("--checkpoint_dir", help="The weights of an engine folder that has none.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Decode operation by operation on a GPU, without CUDA graphs.")
+    ] = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="Print what was counted, too.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Print what the model takes on its device, too, in bytes.")
+    ] = False,
 ) -> None:
     """Generate text from prompts: greedily and up to 64 tokens, unless the options say otherwise."""
     prompts = read_prompts(prompt or [], input_file)
@@ -167,17 +173,23 @@ def command(
         replay=replay,
         speculative_config=speculative_config,
         checkpoint_dir=checkpoint_dir,
+        cuda_graph_config=None if eager else CudaGraphConfig(),
     )
     outputs = llm.generate(prompts, params)
     ran = {"executor": llm.executor, "device": llm.device, "history": llm.replay.history}
     if as_json:
         result: dict[str, Any] = {"outputs": [asdict(output) for output in outputs], **ran}
-        print(json.dumps(result | ({"metrics": llm.metrics()} if metrics else {}), ensure_ascii=False))
+        result |= {"metrics": llm.metrics()} if metrics else {}
+        result |= {"memory": llm.memory_plan.model_dump()} if memory else {}
+        print(json.dumps(result, ensure_ascii=False))
         return
     for number, output in enumerate(outputs):
         _print(number, output, is_text=llm.tokenizer is not None)
     if metrics:
-        _print_metrics({**ran, **llm.metrics()})
+        _print_numbers("metrics", {**ran, **llm.metrics()})
+    if memory:
+        plan = llm.memory_plan
+        _print_numbers("memory, bytes", {**plan.parts(), "total": plan.total})
 
 
 def read_prompts(texts: Sequence[str], input_file: Path | None) -> "list[Prompt]":
@@ -251,8 +263,8 @@ def _joined(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))
 
 
-def _print_metrics(metrics: Mapping[str, object]) -> None:
-    print("--- metrics")
-    width = max(len(name) for name in metrics)
-    for name, value in metrics.items():
+def _print_numbers(title: str, numbers: Mapping[str, object]) -> None:
+    print(f"--- {title}")
+    width = max(len(name) for name in numbers)
+    for name, value in numbers.items():
         print(f"{name:<{width}}  {f'{value:.3f}' if isinstance(value, float) else value}")

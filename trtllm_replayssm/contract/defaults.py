@@ -5,6 +5,9 @@ from typing import Final
 HISTORY: Final = 16
 STATE_DTYPE: Final = "float32"
 MAX_BATCH_SIZE: Final = 8
+# On a GPU: the most slots that are taken unasked, where the memory has room for them. More would seldom run at a time,
+# and the largest step's logits grow with them.
+MAX_GPU_BATCH_SIZE: Final = 256
 # An engine's longest prompt, and what it leaves for the answer.
 MAX_INPUT_LEN: Final = 1024
 MAX_NEW_TOKENS: Final = 1024

@@ -1,5 +1,6 @@
 """``LLM``: open a folder, run requests. The shape is that of TensorRT-LLM's class."""
 
+import logging
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from trtllm_replayssm.config import (
     SpeculativeConfig,
 )
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.memory_plan import MemoryPlan
 from trtllm_replayssm.errors import ConfigError, RequestError
 from trtllm_replayssm.runtime import prompts as prompt_desk
 from trtllm_replayssm.runtime import settings
@@ -36,6 +38,7 @@ from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
+_LOGGER = logging.getLogger(__name__)
 _ALL_GRAPHS = CudaGraphConfig()
 
 
@@ -51,9 +54,10 @@ class LLM:
             that this machine can run; where it cannot, the log has a warning with the reason.
         dtype: activation type; "auto" takes the checkpoint's.
         device: "cpu", "cuda" or "cuda:<n>"; "auto" takes CUDA where there is one.
-        max_batch_size: requests that run at a time, further ones queue; by default 8, or what the engine has.
+        max_batch_size: requests that run at a time, further ones queue; by default 8 on the CPU, as many as fit a GPU's
+            memory, at most 256, or what the engine has.
         max_seq_len: tokens of the longest sequence, prompt and generation together; by default the model's context, at
-            most 4096, or what the engine has.
+            most 4096 and what fits a GPU's memory, or what the engine has.
         max_num_tokens: tokens of the longest prompt piece that runs in one step; by default 2048, or the engine's.
         replay: how recurrent layers keep their state.
         scheduler_config: how many requests may wait, and how prompts and decoding take turns.
@@ -105,6 +109,7 @@ class LLM:
         )
         weights = None if checkpoint_dir is None else _path("checkpoint_dir", checkpoint_dir)
         self._executor, self._limits = open_executor(folder, executor, options, str(device), weights)
+        _LOGGER.info("memory of %s: %s", self.device, self.memory_plan.summary())
         self._tokenizer = Tokenizer.from_folder(folder)
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(
@@ -151,6 +156,11 @@ class LLM:
     def limits(self) -> EngineLimits:
         """What requests are held to."""
         return self._limits
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What the model takes on its device: weights, states, the largest step."""
+        return self._executor.memory_plan
 
     @property
     def executor(self) -> str:

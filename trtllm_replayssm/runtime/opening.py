@@ -13,6 +13,7 @@ from trtllm_replayssm.contract.manifest import Manifest, is_engine_folder, read_
 from trtllm_replayssm.contract.tensors import weight_specs
 from trtllm_replayssm.errors import CheckpointError, ConfigError, ManifestError, UnsupportedError
 from trtllm_replayssm.runtime import settings
+from trtllm_replayssm.runtime.capacity import available_bytes
 from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR, Executor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 
@@ -63,7 +64,9 @@ def _open_model(
             f"{folder}: found no engine; executor 'tensorrt' needed an engine folder. Build one with "
             f"`trtllm-replayssm build`, or use {TORCH_EXECUTOR}."
         )
-    chosen = settings.of_model(geometry, options, _kernel_capabilities(options, _device(device)))
+    target = _device(device)
+    available = available_bytes(target) if target.type == "cuda" else None
+    chosen = settings.of_model(geometry, options, _kernel_capabilities(options, target), available)
     return _torch_executor(folder, chosen, options, device), chosen.limits
 
 

@@ -9,8 +9,10 @@ from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, ReplayConfig
 from trtllm_replayssm.contract import defaults, protocol
 from trtllm_replayssm.contract.geometry import AUTO, EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import Manifest
+from trtllm_replayssm.contract.memory_plan import Execution, largest_batch_size
 from trtllm_replayssm.errors import ConfigError, validation_text
 from trtllm_replayssm.plugins.history_choice import resolve_history
+from trtllm_replayssm.runtime.capacity import fitting_limits
 
 
 class Options(UserOptions):
@@ -52,13 +54,20 @@ class Settings:
     limits: EngineLimits
 
 
-def of_model(geometry: ModelGeometry, options: Options, compute_capabilities: Sequence[int] = ()) -> Settings:
+def of_model(
+    geometry: ModelGeometry,
+    options: Options,
+    compute_capabilities: Sequence[int] = (),
+    available: int | None = None,
+) -> Settings:
     """Return the settings of a model that is no engine.
 
     Args:
         geometry: the model.
         options: the user's wishes.
         compute_capabilities: of the GPUs whose kernels will run it, as 10 * major + minor; none on the CPU.
+        available: bytes that are free on the GPU: slots and lengths that the user left open are made to fit; None, as
+            on the CPU, takes the defaults.
 
     Raises:
         ConfigError: history < 1 + max_draft_len, or a limit out of range.
@@ -81,13 +90,31 @@ def of_model(geometry: ModelGeometry, options: Options, compute_capabilities: Se
     if max_seq_len < 2:
         raise ConfigError(f"max_seq_len: found {max_seq_len}; needed 2 or more, a prompt token and a generated one.")
     max_num_tokens = defaults.MAX_NUM_TOKENS if options.max_num_tokens is None else options.max_num_tokens
+    unasked = defaults.MAX_BATCH_SIZE if available is None else defaults.MAX_GPU_BATCH_SIZE
     limits = _limits(
-        max_batch_size=defaults.MAX_BATCH_SIZE if options.max_batch_size is None else options.max_batch_size,
+        max_batch_size=unasked if options.max_batch_size is None else options.max_batch_size,
         max_input_len=max_seq_len - 1,
         max_seq_len=max_seq_len,
         max_num_tokens=min(max_num_tokens, max_seq_len - 1),
     )
+    if available is not None:
+        limits = _fitting(limits, geometry, replay, options, available)
     return Settings(geometry, replay, limits)
+
+
+def _fitting(
+    limits: EngineLimits, geometry: ModelGeometry, replay: ReplayGeometry, options: Options, available: int
+) -> EngineLimits:
+    def largest(limits: EngineLimits) -> int:
+        return largest_batch_size(geometry, replay, limits, how, available=available, fraction=fraction)
+
+    fraction = options.kv_cache_config.free_gpu_memory_fraction
+    how = Execution.of_modules(
+        "cuda", is_conventional=not options.replay.enabled, has_graphs=options.cuda_graph_config is not None
+    )
+    return fitting_limits(
+        limits, largest, is_batch_free=options.max_batch_size is None, is_length_free=options.max_seq_len is None
+    )
 
 
 def of_engine(manifest: Manifest, options: Options) -> Settings:

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.memory_plan import MemoryPlan
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 TORCH_EXECUTOR = 'the torch executor (executor="torch", --executor torch)'
@@ -21,6 +22,7 @@ class Executor(Protocol):
         limits: slots and lengths; the pools have limits.max_batch_size slots.
         device: where step inputs are wanted.
         is_conventional: whether the recurrent state is rewritten for every token, for comparison.
+        memory_plan: what it takes on the device.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Executor(Protocol):
     limits: EngineLimits
     device: torch.device
     is_conventional: bool
+    memory_plan: MemoryPlan
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Run one step; states are updated in place, nothing is committed.

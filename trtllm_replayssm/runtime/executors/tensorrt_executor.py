@@ -15,9 +15,11 @@ from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.manifest import WEIGHTS_FILE, Manifest
-from trtllm_replayssm.contract.tensors import TensorSpec, state_specs, weight_specs
+from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
+from trtllm_replayssm.contract.tensors import TensorSpec, state_specs
 from trtllm_replayssm.errors import BackendError, ManifestError, ReplaySSMError
 from trtllm_replayssm.runtime import pools
+from trtllm_replayssm.runtime.capacity import check_memory
 from trtllm_replayssm.runtime.executors import bindings, gate
 from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
@@ -85,7 +87,9 @@ class TensorRTExecutor:
         weights_file = (checkpoint_dir or folder) / WEIGHTS_FILE
         if is_external:
             gate.check_weights(weights_file, manifest)
-        pools.check_memory(specs, weight_specs(self.geometry) if is_external else (), self.limits, self.device)
+        how = Execution(has_weights=is_external, has_activations=False)
+        self.memory_plan = plan_memory(self.geometry, self.replay, self.limits, how)
+        check_memory(self.memory_plan, self.device)
         weights = _load_weights(weights_file, self.device) if is_external else {}
         with torch.cuda.device(self.device):
             backend.load_plugins()

@@ -8,8 +8,10 @@ from trtllm_replayssm.builders.kernels import specializations
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.config import CudaGraphConfig
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.tensors import state_specs, weight_specs
+from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
+from trtllm_replayssm.contract.tensors import state_specs
 from trtllm_replayssm.runtime import pools
+from trtllm_replayssm.runtime.capacity import check_memory
 from trtllm_replayssm.runtime.executors.buckets import batch_buckets, key_length_buckets
 from trtllm_replayssm.runtime.executors.step_graphs import StepGraphs, StepSizes
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
@@ -56,7 +58,9 @@ class TorchExecutor:
         if device.type == "cuda" and not conventional:
             specializations(geometry, replay)  # refuses a shape without kernels now rather than at the first step
         self._specs = state_specs(geometry, replay, limits, conventional=conventional)
-        pools.check_memory(self._specs, weight_specs(geometry), limits, device)
+        how = Execution.of_modules(device.type, is_conventional=conventional, has_graphs=cuda_graphs is not None)
+        self.memory_plan = plan_memory(geometry, replay, limits, how)
+        check_memory(self.memory_plan, device)
         with torch.device("meta"):
             module = create_model(geometry, replay, conventional=conventional)
         module.load_state_dict(dict(load_weights(device)), assign=True, strict=True)

@@ -1,0 +1,113 @@
+"""The memory plan against what is allocated, and against a device that is too small."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.builders.tiny_geometry import tiny_geometry, tiny_qwen_geometry
+from tests.runtime.test_settings import options
+from trtllm_replayssm import KvCacheConfig
+from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.memory_plan import Execution, MemoryPlan, plan_memory
+from trtllm_replayssm.contract.tensors import state_specs, weight_specs
+from trtllm_replayssm.errors import CapacityError, ConfigError
+from trtllm_replayssm.ops.dtypes import torch_dtype
+from trtllm_replayssm.runtime import capacity, pools, settings
+
+CPU = torch.device("cpu")
+LIMITS = EngineLimits(max_batch_size=5, max_input_len=90, max_seq_len=91, max_num_tokens=33)
+REPLAY = ReplayGeometry(history=8, max_draft_len=2)
+GEOMETRIES = [tiny_geometry("M*-M"), tiny_qwen_geometry("G*-G", dtype="bfloat16"), tiny_geometry("*-")]
+
+
+def num_bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=["mamba2", "qwen", "attention"])
+@pytest.mark.parametrize("is_conventional", [False, True], ids=["replay", "conventional"])
+def test_states_and_weights_of_the_plan_are_what_is_allocated(geometry: ModelGeometry, is_conventional: bool) -> None:
+    plan = plan_memory(geometry, REPLAY, LIMITS, Execution(is_conventional=is_conventional))
+    specs = state_specs(geometry, REPLAY, LIMITS, conventional=is_conventional)
+    states = dict(zip((spec.name for spec in specs), pools.allocate(specs, LIMITS, CPU), strict=True))
+    assert plan.states == num_bytes(states.values())
+    assert plan.kv_caches == num_bytes(state for name, state in states.items() if "cache" in name)
+    assert plan.conv_rings == num_bytes(state for name, state in states.items() if "conv" in name)
+    assert plan.checkpoints == num_bytes(state for name, state in states.items() if "ssm" in name)
+    weights = [torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in weight_specs(geometry)]  # type: ignore[arg-type]
+    assert plan.weights == num_bytes(weights)
+    assert plan.total == sum(plan.parts().values()) == plan.weights + plan.states + plan.step
+
+
+def test_the_largest_step_is_a_long_prompt_or_a_wide_batch() -> None:
+    def step(limits: dict[str, int], how: Execution) -> MemoryPlan:
+        return plan_memory(GEOMETRIES[0], REPLAY, LIMITS.model_copy(update=limits), how)
+
+    eager, graphs, flash = Execution(), Execution(has_graphs=True), Execution(is_flash=True)
+    prompts, batches = {"max_num_tokens": 66}, {"max_batch_size": 500}
+    assert step(prompts, eager).activations > step({}, eager).activations
+    assert step(batches, eager).activations > 10 * step({}, eager).activations
+    assert step(batches, eager).logits == 100 * step({}, eager).logits
+    # Captured steps keep their memory beside a prompt's.
+    assert step({}, graphs).activations > step({}, eager).activations
+    # Flash attention makes nothing that is as long as the keys.
+    long = {"max_seq_len": 10**6}
+    assert step(long, flash).activations == step({}, flash).activations
+    assert step(long, eager).activations > 1000 * step({}, eager).activations
+
+
+def test_a_plan_beyond_the_memory_is_refused_with_the_numbers_before_anything_is_allocated() -> None:
+    limits = EngineLimits(max_batch_size=10**6, max_input_len=9, max_seq_len=10**6, max_num_tokens=9)
+    plan = plan_memory(tiny_geometry(), ReplayGeometry(), limits, Execution())
+    message = r"memory of cpu: found [\d.,]+ GiB; needed [\d.,]+ GiB for max_batch_size 1000000, .*: weights .*caches "
+    with pytest.raises(CapacityError, match=message) as raised:
+        capacity.check_memory(plan, CPU)
+    assert "A slot takes" in str(raised.value) and "Lower max_batch_size, max_seq_len or max_num" in str(raised.value)
+
+
+def test_weights_beyond_the_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_memory(tiny_geometry(), REPLAY, LIMITS, Execution()).model_copy(update={"weights": 10**9})
+    monkeypatch.setattr(capacity, "available_bytes", lambda device: 10**8)
+    with pytest.raises(CapacityError, match="The weights are most of it"):
+        capacity.check_memory(plan, CPU)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.9])
+def test_slots_fill_the_fraction_of_what_is_free_and_no_more(fraction: float) -> None:
+    geometry = tiny_geometry("M*-M", max_position_embeddings=512)
+    wish = options(kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=fraction))
+    for available in (20 * 2**20, 40 * 2**20, 90 * 2**20):
+        found = settings.of_model(geometry, wish, (), available)
+        assert 1 < found.limits.max_batch_size < 256 and found.limits.max_seq_len == 512
+        for extra, fits in ((0, True), (1, False)):
+            size = found.limits.max_batch_size + extra
+            limits = found.limits.model_copy(update={"max_batch_size": size})
+            plan = plan_memory(geometry, found.replay, limits, Execution(has_graphs=True))
+            assert (plan.states <= fraction * (available - plan.weights - plan.step)) is fits
+
+
+def test_no_more_slots_than_256_are_taken_unasked() -> None:
+    geometry = tiny_geometry("M*-M", max_position_embeddings=512)
+    assert settings.of_model(geometry, options(), (), 2**40).limits.max_batch_size == 256
+    assert settings.of_model(geometry, options(max_batch_size=300), (), 2**40).limits.max_batch_size == 300
+    assert settings.of_model(geometry, options(), (), None).limits.max_batch_size == 8
+
+
+def test_sequences_get_shorter_where_the_user_leaves_it_open() -> None:
+    geometry = tiny_geometry("*-*", max_position_embeddings=4096)
+    available = 32 * 2**20
+    asked = settings.of_model(geometry, options(max_batch_size=16), (), available).limits
+    assert asked.max_batch_size == 16 and 256 <= asked.max_seq_len < 4096
+    assert (asked.max_input_len, asked.max_num_tokens) == (asked.max_seq_len - 1, min(2048, asked.max_seq_len - 1))
+    # What the user named stays, for the check to refuse.
+    both = settings.of_model(geometry, options(max_batch_size=64, max_seq_len=4096), (), available).limits
+    assert (both.max_batch_size, both.max_seq_len) == (64, 4096)
+    none = settings.of_model(geometry, options(), (), 10).limits
+    assert none.max_batch_size == 1 and none.max_seq_len == 256
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.1, -1.0, "0.5"])
+def test_a_fraction_is_one(fraction: Any) -> None:
+    with pytest.raises(ConfigError, match="free_gpu_memory_fraction"):
+        KvCacheConfig(free_gpu_memory_fraction=fraction)
