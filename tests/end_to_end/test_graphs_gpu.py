@@ -1,5 +1,7 @@
 """Decode steps as CUDA graphs against the same steps run operation by operation."""
 
+import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,32 @@ def step(executor: TorchExecutor, num_rows: int, past: int) -> StepOutputs:
         max_past_length=past,
     )
     return executor.step(inputs)
+
+
+@pytest.mark.parametrize("graphs", [CudaGraphConfig(), None], ids=["graphs", "eager"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
+def test_a_decode_step_waits_for_the_device_once_for_its_tokens(
+    folder: Path, graphs: CudaGraphConfig | None, temperature: float
+) -> None:
+    llm = make_llm(folder, graphs=graphs)
+    executor = executor_of(llm)
+    generate(llm, temperature)  # every size is captured
+    waits: list[int] = []
+    run = executor.step
+
+    def counted(inputs: StepInputs) -> StepOutputs:
+        # From the end of a step's preparation to that of the next one's.
+        waits.append(len(found))
+        return run(inputs)
+
+    executor.step = counted  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            params = SamplingParams(max_tokens=20, temperature=temperature, seed=3, ignore_eos=True)
+            llm.generate([[5, 6, 7]], params)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    per_step = [after - before for before, after in pairwise(waits)]
+    assert len(per_step) == 19 and set(per_step) == {1}

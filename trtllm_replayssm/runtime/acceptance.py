@@ -11,6 +11,7 @@ Penalties and bans of a position are those of the sequence with the drafts befor
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from trtllm_replayssm.errors import RequestError
@@ -20,6 +21,7 @@ from trtllm_replayssm.runtime.outputs import Logprob
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.sampling import TokenRule, choose_tokens
 from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
+from trtllm_replayssm.runtime.transfer import to_device
 
 
 def count_accepted(drafts: Sequence[int], target_tokens: Sequence[int]) -> int:
@@ -70,8 +72,7 @@ def _judge_rows(plan_rows: Sequence[RowPlan], first_slot: int, logits: torch.Ten
             places.append((row.slot - first_slot, j))
     if not rules:
         return tuple(Verdict(len(row.token_ids), (), ()) for row in plan_rows)
-    rows, positions = torch.tensor(places, device=logits.device).T
-    targets = logits[rows, positions]
+    targets = _at(logits, places)
     tokens, logprobs = choose_tokens(targets, rules)
     wanted = [row.request.params.logprobs for row in plan_rows for _ in range(_num_targets(row))]
     top = top_logprobs(targets, tokens, wanted)
@@ -81,6 +82,15 @@ def _judge_rows(plan_rows: Sequence[RowPlan], first_slot: int, logits: torch.Ten
         verdicts.append(_verdict(row, tokens[start:end], logprobs[start:end], top[start:end]))
         start = end
     return tuple(verdicts)
+
+
+def _at(logits: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the logits [B, J, V] at places (row, position): [M, V]; a view where the places are the first ones."""
+    flat = logits.flatten(0, 1)
+    wanted = np.array([row * logits.shape[1] + position for row, position in places])
+    if np.array_equal(wanted, np.arange(len(wanted))):
+        return flat[: len(wanted)]
+    return flat[to_device(wanted, logits.device)]
 
 
 def _num_targets(row: RowPlan) -> int:

@@ -6,6 +6,7 @@ import torch
 
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import StepInputs, StepPlan
+from trtllm_replayssm.runtime.transfer import to_device
 
 PADDING_SLOT = -1
 _ALIGNMENT = 64  # int32 values, 256 bytes: what a CUDA allocation of its own would have
@@ -31,7 +32,7 @@ def build_inputs(plan: StepPlan, slots: Slots, device: torch.device) -> StepInpu
         buffer[start : start + int(np.prod(shape))].reshape(shape) for start, shape in zip(offsets, shapes, strict=True)
     ]
     _fill(host, plan, slots)
-    packed = torch.from_numpy(buffer).to(device)
+    packed = to_device(buffer, device)
     views = [
         packed[start : start + int(np.prod(shape))].view(shape) for start, shape in zip(offsets, shapes, strict=True)
     ]

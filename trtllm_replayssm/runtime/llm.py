@@ -61,11 +61,11 @@ class LLM:
         max_num_tokens: tokens of the longest prompt piece that runs in one step; by default 2048, or the engine's.
         replay: how recurrent layers keep their state.
         scheduler_config: how many requests may wait, and how prompts and decoding take turns.
-        kv_cache_config: how many tokens the running sequences may hold.
+        kv_cache_config: how many tokens the running sequences may hold, and how much of a GPU's memory states may take
+            where max_batch_size is not given.
         speculative_config: where draft tokens come from; None decodes plainly.
         drafter: your own source of draft tokens, instead of ``speculative_config``.
         checkpoint_dir: where the weights are, for an engine folder that has none.
-        kv_cache_config: how much GPU memory the states may take where max_batch_size is not given.
         cuda_graph_config: which decode steps the torch executor replays as CUDA graphs on a GPU; None for none.
 
     Raises:
@@ -92,7 +92,6 @@ class LLM:
         speculative_config: SpeculativeConfig | None = None,
         drafter: Drafter | None = None,
         checkpoint_dir: str | Path | None = None,
-        kv_cache_config: KvCacheConfig | None = None,
         cuda_graph_config: CudaGraphConfig | None = _ALL_GRAPHS,
     ) -> None:
         self._folder = folder = _path("model", model)

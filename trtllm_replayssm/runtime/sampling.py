@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trtllm_replayssm.runtime.logit_rules import Penalties, adjust_logits
+from trtllm_replayssm.runtime.transfer import to_device
 
 _SMALLEST_TEMPERATURE = 1e-30  # dividing by less overflows fp32; at this value all weight is on the maximum
 
@@ -62,11 +63,13 @@ def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[lis
     tokens = adjusted.argmax(dim=-1)
     sampled = [index for index, rule in enumerate(rules) if rule.temperature > 0.0]
     if sampled:
-        where = torch.tensor(sampled, device=logits.device)
+        where = to_device(np.array(sampled), logits.device)
         tokens[where] = _sample(adjusted[where], [rules[index] for index in sampled])
     chosen = logits.gather(-1, tokens[:, None])[:, 0]
     logprobs = chosen - logits.logsumexp(dim=-1)
-    return tokens.tolist(), logprobs.tolist()
+    # One copy to the host, which waits for the step here and nowhere else; fp64 holds both as they are.
+    ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
+    return [int(token) for token in ids], values
 
 
 def uniform(seed: int, position: int, sequence: int = 0) -> float:
@@ -77,15 +80,20 @@ def uniform(seed: int, position: int, sequence: int = 0) -> float:
 
 
 def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
-    def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
-
     vocab_size = logits.shape[-1]
-    temperature = column([max(rule.temperature, _SMALLEST_TEMPERATURE) for rule in rules], torch.float32)
-    top_k = column([rule.top_k or vocab_size for rule in rules], torch.float32)
-    top_p = column([rule.top_p for rule in rules], torch.float64)
-    min_p = column([rule.min_p for rule in rules], torch.float64)
-    uniforms = column([uniform(rule.seed, rule.position, rule.sequence) for rule in rules], torch.float64)
+    columns = [
+        (
+            max(rule.temperature, _SMALLEST_TEMPERATURE),
+            rule.top_k or vocab_size,
+            rule.top_p,
+            rule.min_p,
+            uniform(rule.seed, rule.position, rule.sequence),
+        )
+        for rule in rules
+    ]
+    packed = to_device(np.array(columns, dtype=np.float64).T.copy(), logits.device)[..., None]
+    temperature, top_k, top_p, min_p, uniforms = packed.unbind()
+    temperature = temperature.float()
 
     # The maximum is taken off before the division, so that no temperature overflows. The sort is stable: equal logits
     # keep the order of their ids on every device.
