@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from trtllm_replayssm.builders import onnx_ops
+from trtllm_replayssm.builders.layers.flash_attention import finite_values, flash_attention
 from trtllm_replayssm.builders.layers.linear import Linear
 from trtllm_replayssm.builders.layers.norm import RMSNorm
 from trtllm_replayssm.builders.layers.rotary import rotate
@@ -45,17 +46,23 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Attend with ``hidden [B, S, d_model]``; the caches are in-out. Returns (hidden, present caches)."""
         query, key, value, gate = self._project(hidden, step)
-        assert step.attention_mask is not None, "a model with attention layers makes a mask"
         if onnx_ops.is_exporting():
+            assert step.attention_mask is not None, "a model with attention layers makes a mask"
             key_cache = onnx_ops.tensor_scatter(states[0], key, step.past_lengths)
             value_cache = onnx_ops.tensor_scatter(states[1], value, step.past_lengths)
-            out = onnx_ops.attention(query, key_cache, value_cache, step.attention_mask, self.scale)
+            out = onnx_ops.attention(query, key_cache, value_cache, step.attention_mask, self.scale).transpose(1, 2)
+        elif step.flash is not None:
+            key_cache, value_cache = states
+            key, value = finite_values(key, value)
+            write_rows(key_cache, key, step)
+            write_rows(value_cache, value, step)
+            out = flash_attention(query.transpose(1, 2), key_cache, value_cache, step.flash, self.scale)
         else:
             key_cache, value_cache = states
             write_rows(key_cache, key, step)
             write_rows(value_cache, value, step)
-            out = self._attend(query, key_cache, value_cache, count_finite(key, value), step)
-        out = out.transpose(1, 2).flatten(-2)
+            out = self._attend(query, key_cache, value_cache, count_finite(key, value), step).transpose(1, 2)
+        out = out.flatten(-2)
         if gate is not None:
             out = out * gate.sigmoid()
         return self.o_proj(out), (key_cache, value_cache)
@@ -86,6 +93,7 @@ class Attention(nn.Module):
         step: Step,
     ) -> torch.Tensor:
         """Attend in torch: ``query [B, Hq, S, hd]``; returns the same shape."""
+        assert step.attention_mask is not None, "a model with attention layers makes a mask"
         # A masked row weighs zero, yet zero times what is not finite is NaN: a draft that will be rejected must not
         # reach the tokens before it, nor what an unwritten row holds any token. So rows are replaced from the end of
         # the window on, or from its first token that is not finite; that token and those after it do see it.

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_replayssm.builders.layers.flash_attention import FlashLengths
+
 
 @dataclass(frozen=True)
 class Step:
@@ -15,9 +17,11 @@ class Step:
         num_tokens: [B] int32, window tokens n of each row.
         slot_ids: [B] int32, -1 for a padding row.
         key_length: how many leading rows of the key/value caches the step may see, at most their capacity.
-        attention_mask: [B, 1, S, key_length] bool, True where a token may look; None without attention layers.
+        attention_mask: [B, 1, S, key_length] bool, True where a token may look; None without attention layers, and
+            where flash attention needs none.
         rotation: cosines and sines of the window's positions, [B, S, rotary_dim / 2] each; None without rotary
             position embedding.
+        flash: lengths for flash attention; None where it does not run.
     """
 
     past_lengths: torch.Tensor
@@ -27,6 +31,7 @@ class Step:
     key_length: int
     attention_mask: torch.Tensor | None
     rotation: tuple[torch.Tensor, torch.Tensor] | None
+    flash: FlashLengths | None = None
 
 
 def attention_mask(past_lengths: torch.Tensor, seq_len: int, key_length: int) -> torch.Tensor:

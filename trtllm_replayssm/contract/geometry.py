@@ -135,6 +135,11 @@ class AttentionGeometry(Frozen):
         return self
 
     @property
+    def is_flash_width(self) -> bool:
+        """Whether torch's flash attention kernel has this head width."""
+        return self.head_dim % 8 == 0 and self.head_dim <= 256
+
+    @property
     def d_query(self) -> int:
         """Width of the queries, of the output and of its gate."""
         return self.n_query_heads * self.head_dim

@@ -104,9 +104,13 @@ class Execution(Frozen):
     is_flash: bool = False
 
     @classmethod
-    def of_modules(cls, device_type: str, *, is_conventional: bool, has_graphs: bool) -> "Execution":
-        """Return how the torch modules run on "cpu" or "cuda", where alone steps are captured."""
-        return cls(is_conventional=is_conventional, has_graphs=has_graphs and device_type == "cuda")
+    def of_modules(
+        cls, geometry: ModelGeometry, device_type: str, *, is_conventional: bool, has_graphs: bool
+    ) -> "Execution":
+        """Return how the torch modules run on "cpu" or "cuda"; steps are captured on the latter alone."""
+        a, is_cuda = geometry.attention, device_type == "cuda"
+        is_flash = is_cuda and geometry.dtype != "float32" and a is not None and a.is_flash_width
+        return cls(is_conventional=is_conventional, has_graphs=has_graphs and is_cuda, is_flash=is_flash)
 
 
 def plan_memory(

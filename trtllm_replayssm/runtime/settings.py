@@ -110,7 +110,7 @@ def _fitting(
 
     fraction = options.kv_cache_config.free_gpu_memory_fraction
     how = Execution.of_modules(
-        "cuda", is_conventional=not options.replay.enabled, has_graphs=options.cuda_graph_config is not None
+        geometry, "cuda", is_conventional=not options.replay.enabled, has_graphs=options.cuda_graph_config is not None
     )
     return fitting_limits(
         limits, largest, is_batch_free=options.max_batch_size is None, is_length_free=options.max_seq_len is None

@@ -58,7 +58,9 @@ class TorchExecutor:
         if device.type == "cuda" and not conventional:
             specializations(geometry, replay)  # refuses a shape without kernels now rather than at the first step
         self._specs = state_specs(geometry, replay, limits, conventional=conventional)
-        how = Execution.of_modules(device.type, is_conventional=conventional, has_graphs=cuda_graphs is not None)
+        how = Execution.of_modules(
+            geometry, device.type, is_conventional=conventional, has_graphs=cuda_graphs is not None
+        )
         self.memory_plan = plan_memory(geometry, replay, limits, how)
         check_memory(self.memory_plan, device)
         with torch.device("meta"):
@@ -66,6 +68,11 @@ class TorchExecutor:
         module.load_state_dict(dict(load_weights(device)), assign=True, strict=True)
         self._module = module.eval().requires_grad_(False)
         self._states = pools.allocate(self._specs, limits, device)
+        if how.is_flash:
+            # Its kernel weighs a masked value by zero instead of leaving it out; what steps write there is finite.
+            for spec, state in zip(self._specs, self._states, strict=True):
+                if spec.name.startswith("value_cache"):
+                    state.zero_()
 
         self._graphs: StepGraphs | None = None
         if cuda_graphs is not None and device.type == "cuda":

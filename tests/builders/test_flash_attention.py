@@ -1,0 +1,167 @@
+"""Flash attention's view of the caches, with a stand-in for the kernel; the kernel itself on a GPU."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.builders.tiny_geometry import tiny_geometry
+from tests.tiny_models import make_nemotron_h, make_qwen
+from trtllm_replayssm import LLM, NGramDecodingConfig, SamplingParams
+from trtllm_replayssm.builders.layers import flash_attention as flash
+from trtllm_replayssm.builders.models import hybrid
+from trtllm_replayssm.contract.geometry import AttentionGeometry
+
+
+def kernel_stand_in(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first_queries: torch.Tensor,
+    first_keys: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    dropout: float,
+    is_causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+    seqused_k: torch.Tensor,
+) -> tuple[torch.Tensor]:
+    """Attend as the kernel does: a sequence at a time, masked values weighed by zero instead of left out."""
+    assert is_causal and not debug and dropout == 0.0
+    group = query.shape[1] // key.shape[1]
+    out = torch.empty_like(query)
+    for row, (first, end) in enumerate(zip(first_queries[:-1].tolist(), first_queries[1:].tolist(), strict=True)):
+        count, start = int(seqused_k[row]), int(first_keys[row])
+        assert end - first == max_queries
+        keys = key[start : start + count].repeat_interleave(group, 1)
+        values = value[start : start + count].repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query[first:end], keys) * scale
+        is_hidden = torch.arange(count) > torch.arange(count - max_queries, count)[:, None]
+        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, values)
+    return (out,)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the modules take the flash path on the CPU; returns what notes every call's longest key length."""
+    calls: list[int] = []
+
+    def kernel(*arguments: Any, **options: Any) -> tuple[torch.Tensor]:
+        calls.append(arguments[6])
+        return kernel_stand_in(*arguments, **options)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    monkeypatch.setattr(hybrid, "is_flash", lambda geometry, dtype, device: True)
+    return calls
+
+
+def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def expected_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: Sequence[int], scale: float
+) -> torch.Tensor:
+    """Attend in fp64, token by token."""
+    num_rows, seq_len, n_heads, width = query.shape
+    group = n_heads // keys.shape[1]
+    out = torch.empty(num_rows, seq_len, n_heads, width, dtype=torch.float64)
+    for row in range(num_rows):
+        for s in range(seq_len):
+            seen = past[row] + s + 1
+            key = keys[row, :, :seen].double().repeat_interleave(group, 0)
+            value = values[row, :, :seen].double().repeat_interleave(group, 0)
+            weights = (torch.einsum("hd,hkd->hk", query[row, s].double(), key) * scale).softmax(-1)
+            out[row, s] = torch.einsum("hk,hkd->hd", weights, value)
+    return out
+
+
+PAST = [0, 9, 3, 21]
+
+
+def check(device: str, dtype: torch.dtype, width: int, seq_len: int, n_kv_heads: int, tolerance: float) -> None:
+    capacity, n_heads = 30, 4
+    # A slice of a larger pool, as a prompt's slot is.
+    pools = [random(6, n_kv_heads, capacity, width, device=device, dtype=dtype) for _ in range(2)]
+    keys, values = (pool[1:5] for pool in pools)
+    query = random(4, seq_len, n_heads, width, device=device, dtype=dtype)
+    past = torch.tensor(PAST, dtype=torch.int32, device=device)
+    for row, count in enumerate(PAST):
+        keys[row, :, count + seq_len :] = torch.nan  # of a slot's last owner: finite values, whatever keys
+    slot_ids = torch.arange(4, dtype=torch.int32, device=device)
+    lengths = flash.flash_lengths(past, slot_ids, seq_len, keys, max(PAST) + seq_len)
+    out = flash.flash_attention(query, keys, values, lengths, width**-0.5)
+    expected = expected_attention(query.cpu(), keys.cpu(), values.cpu(), PAST, width**-0.5)
+    assert out.shape == query.shape and (out.cpu().double() - expected).abs().max() < tolerance
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("seq_len", [1, 4, 9])
+def test_caches_are_read_where_they_are(seq_len: int, n_kv_heads: int) -> None:
+    check("cpu", torch.float32, 16, seq_len, n_kv_heads, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("seq_len", [1, 4, 9])
+@pytest.mark.parametrize("width", [16, 64, 128, 256])
+def test_the_kernel_reads_caches_where_they_are(width: int, seq_len: int, n_kv_heads: int, dtype: torch.dtype) -> None:
+    check("cuda", dtype, width, seq_len, n_kv_heads, 2e-2)
+
+
+def test_a_row_without_a_slot_sees_its_own_window_alone() -> None:
+    past = torch.tensor([7, 900], dtype=torch.int32)
+    slot_ids = torch.tensor([0, -1], dtype=torch.int32)
+    lengths = flash.flash_lengths(past, slot_ids, 2, torch.empty(2, 3, 50, 8), 9)
+    assert lengths.num_keys.tolist() == [9, 2] and lengths.longest == 9
+    assert lengths.first_keys.tolist() == [0, 150, 300] and lengths.first_queries.tolist() == [0, 2, 4]
+
+
+def test_the_kernel_runs_16_bit_types_on_cuda_alone() -> None:
+    a = tiny_geometry("*-").attention
+    assert a is not None
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert flash.is_flash(a, torch.bfloat16, cuda) and not flash.is_flash(a, torch.bfloat16, cpu)
+    assert not flash.is_flash(a, torch.float32, cuda)
+    for head_dim in (20, 264):
+        other = AttentionGeometry(n_query_heads=2, n_kv_heads=1, head_dim=head_dim)
+        assert not flash.is_flash(other, torch.bfloat16, cuda)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_what_is_not_finite_spoils_those_who_see_it_and_no_cache(where: str, value: float) -> None:
+    key, values = random(1, 2, 3, 8), random(1, 2, 3, 8)
+    (key if where == "key" else values)[0, 1, 2, 5] = value
+    kept_key, kept_value = flash.finite_values(key, values)
+    assert kept_value.isfinite().all() and kept_key[0, 1, 2].isnan().all()
+    assert torch.equal(kept_key[0, 0], key[0, 0]) and torch.equal(kept_value[0, 1, :2], values[0, 1, :2])
+
+
+@pytest.mark.parametrize("speculative", [None, NGramDecodingConfig(max_draft_len=3)], ids=["plain", "ngram"])
+@pytest.mark.parametrize("make", [make_nemotron_h, make_qwen], ids=["nemotron_h", "qwen3_5"])
+def test_models_generate_the_same_by_either_attention(
+    tmp_path: Path, make: Any, speculative: NGramDecodingConfig | None, request: pytest.FixtureRequest
+) -> None:
+    folder = make(tmp_path / "hf", seed=5)
+    prompts = [[7], [31, 32, 33] * 5, list(range(40, 60))]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+    def tokens() -> list[list[int]]:
+        llm = LLM(folder, device="cpu", max_batch_size=2, max_num_tokens=9, speculative_config=speculative)
+        for spec, state in zip(llm._executor._specs, llm._executor._states, strict=True):  # type: ignore[attr-defined]
+            state.fill_(3e4 if spec.name.startswith("value_cache") else torch.nan)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    plain = tokens()
+    calls: list[int] = request.getfixturevalue("on_cpu")
+    assert tokens() == plain
+    assert calls and max(calls) < 60  # and not the caches' capacity
