@@ -16,6 +16,9 @@ STATE_BOUNDS = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Of a written checkpoint, likewise: fp32 arithmetic, or one unit in the last place where two roundings may differ."""
 ROUNDED_BOUND = 1e-2
 """Of an output or a state where products are rounded to bfloat16, too: by a prefill, or by a peer."""
+PEER_PREFILL_BOUND = 5e-2
+"""Of a peer's prefill, which may round products of products on the way: enough to find a call that is wrong. How exact
+it is the report says."""
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -1,6 +1,7 @@
 """The run: every case is compared with the CPU, then timed, then held to its bytes."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -99,8 +100,15 @@ def _measure_peer(
         output_error = workload.check()
         return summarize(case, workload, _time(workload), output_error, copy_bandwidth, setting_name(workload.setting))
     except Exception as error:  # noqa: BLE001 - another library's code may raise anything
+        _clear_pending_error(device)
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return PeerFailure(implementation=peer.implementation, case=str(case), reason=reason)
+
+
+def _clear_pending_error(device: torch.device) -> None:
+    """Have CUDA forget a launch that a library's code saw fail: the next launch of anybody would be blamed for it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _time(workload: Workload) -> Timing:

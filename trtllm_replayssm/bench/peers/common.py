@@ -14,7 +14,14 @@ from torch import Tensor
 
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
-from trtllm_replayssm.bench.gate import ROUNDED_BOUND, relative_error, require, telling_launches, telling_rows
+from trtllm_replayssm.bench.gate import (
+    PEER_PREFILL_BOUND,
+    ROUNDED_BOUND,
+    relative_error,
+    require,
+    telling_launches,
+    telling_rows,
+)
 from trtllm_replayssm.bench.prefill import Prefill
 from trtllm_replayssm.bench.recurrences import Packed, Recurrence, normal
 from trtllm_replayssm.bench.report import Kind
@@ -266,6 +273,7 @@ class PeerPrefill(Prefill):
 
     module: str
     settings: tuple[Setting, ...] = (SHIPPED,)
+    output_bound = PEER_PREFILL_BOUND
 
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
