@@ -163,11 +163,11 @@ def timed_by_bytes(workload: Workload) -> Timing:
 def test_a_run_holds_ours_to_the_peers_and_names_those_that_fail(
     libraries: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pending = []  # as CUDA keeps a launch that failed, and tells whoever launches next
+    pending: list[str] = []  # as CUDA keeps a launch that failed, and tells whoever launches next
     make_zeros = torch.zeros
 
     def refuse(*arguments: object, **options: object) -> None:
-        pending.append("no kernel image")
+        pending[:] = ["no kernel image"]
         raise RuntimeError("no kernel\nfor you")
 
     def zeros(*arguments: Any, **options: Any) -> Tensor:
