@@ -77,9 +77,11 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.has_work)
     @rule(accepted=st.integers(0, REPLAY.max_draft_len), fails=st.integers(0, 12))
     def step(self, accepted: int, fails: int) -> None:
-        waiting_before = {r.request_id for r in self.requests if r.state is RequestState.WAITING}
+        running = [request for request in self.requests if request.slot is not None]
         preempted, admitted = self.scheduler.admit()
-        assert all(request.request_id in waiting_before | {p.request_id for p in preempted} for request in admitted)
+        assert not set(admitted).intersection(running).difference(preempted)
+        stayed = set(running).difference(preempted)
+        assert all(gone.rank > request.rank for gone in preempted for request in stayed), "not the youngest, lowest"
         self.check_turns()
         plan = with_drafts(self.scheduler.plan(), accepted)
         self.check_delay(plan)
