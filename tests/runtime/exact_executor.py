@@ -13,6 +13,7 @@ import torch
 
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 _MASK = 2**64 - 1
@@ -50,6 +51,7 @@ class ExactExecutor:
     ) -> None:
         self.geometry, self.replay, self.limits = geometry, replay, limits
         self.device = torch.device("cpu")
+        self.memory_plan = plan_memory(geometry, replay, limits, Execution(has_activations=False))
         self.num_steps = 0
         self.is_closed = False
         self._is_spoilt = is_spoilt
