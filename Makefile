@@ -20,7 +20,7 @@ OPTIONS_initcheck := --check-api-memory-access no
 OPTIONS_synccheck := --kernel-name $(SANITIZER_KERNELS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-gpu sanitize lint types format all clean
+.PHONY: help env demo test test-gpu soak sanitize lint types format all clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ test: $(READY)  ## Run the tests; those that need a GPU are skipped where there 
 
 test-gpu: $(READY)  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu -n $(WORKERS)
+
+soak: $(READY)  ## Run 10,000 random requests of each kind against what one alone generates (some minutes)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/runtime/test_soak.py --soak_requests 10000
 
 sanitize: $(READY) $(SANITIZER_TOOLS:%=sanitize-%)  ## Run the kernels' short GPU tests under compute-sanitizer
 
