@@ -6,15 +6,24 @@ another request's slot changes the hash of all that follows, and so every later 
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
+from tests.meta.repository import ROOT
+from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
+from trtllm_replayssm.runtime import llm as llm_module
+from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
+
+MODEL = ROOT / "examples" / "tiny_hybrid" / "model"
+"""A folder whose geometry and tokenizer the executor can have."""
 
 _MASK = 2**64 - 1
 _NUM_ENTRIES = 512
@@ -116,3 +125,17 @@ class ExactExecutor:
             for token in last:
                 state = fold(state, token)
         return state % _NUM_ENTRIES
+
+
+def take_the_models_place(
+    monkeypatch: pytest.MonkeyPatch, is_spoilt: Callable[[int], bool] = lambda state: False
+) -> None:
+    """Let every ``LLM`` run the exact executor in place of its folder's model."""
+
+    def open_exact(
+        folder: Path, executor: str, options: settings.Options, *_: object
+    ) -> tuple[ExactExecutor, EngineLimits]:
+        chosen = settings.of_model(open_model_folder(folder, "float32").geometry, options)
+        return ExactExecutor(chosen.geometry, chosen.replay, chosen.limits, is_spoilt), chosen.limits
+
+    monkeypatch.setattr(llm_module, "open_executor", open_exact)

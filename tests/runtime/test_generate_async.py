@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runtime.gate import Gate
 from tests.tiny_models import make_nemotron_h
 from trtllm_replayssm import LLM, NGramDecodingConfig, RequestOutput, SamplingParams, SchedulerConfig
 from trtllm_replayssm.errors import ExecutorError, QueueFullError, RequestError, ShutdownError
@@ -30,21 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(folder: Path) -> Iterator[LLM]:
     with LLM(folder, device="cpu", max_batch_size=3, max_seq_len=1024) as opened:
         yield opened
-
-
-class Gate:
-    """Lets an executor's steps through while it is open."""
-
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_open, self.has_met = threading.Event(), threading.Event()
-        step = llm._executor.step
-
-        def gated(inputs: Any) -> Any:
-            self.has_met.set()
-            assert self.is_open.wait(30)
-            return step(inputs)
-
-        monkeypatch.setattr(llm._executor, "step", gated)
 
 
 def tokens(output: RequestOutput) -> list[int]:

@@ -4,22 +4,15 @@ Once with an executor whose logits are exact, so that a token too many or too fe
 shipped model. ``--soak_requests`` makes it longer.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.meta.repository import ROOT
 from tests.runtime import soak
-from tests.runtime.exact_executor import ExactExecutor
+from tests.runtime.exact_executor import MODEL, take_the_models_place
 from trtllm_replayssm import LLM, KvCacheConfig, NGramDecodingConfig
-from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
-from trtllm_replayssm.contract.geometry import EngineLimits
-from trtllm_replayssm.runtime import llm as llm_module
-from trtllm_replayssm.runtime import settings
 
-MODEL = ROOT / "examples" / "tiny_hybrid" / "model"
 LIMITS: dict[str, Any] = {"max_seq_len": 128, "max_num_tokens": 16}
 CROWDED: dict[str, Any] = LIMITS | {"max_batch_size": 6, "kv_cache_config": KvCacheConfig(max_tokens=200)}
 SPECULATION = [None, NGramDecodingConfig(max_draft_len=3)]
@@ -28,14 +21,7 @@ TEXTS = ("e", "in", "\n", "self", "  ", "re", "a", "x=")
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an ``LLM`` run the exact executor in place of the folder's model."""
-
-    def open_exact(folder: Path, executor: str, options: settings.Options, *_: object) -> tuple[object, EngineLimits]:
-        chosen = settings.of_model(open_model_folder(folder, "float32").geometry, options)
-        made = ExactExecutor(chosen.geometry, chosen.replay, chosen.limits, lambda state: state % 499 == 0)
-        return made, chosen.limits
-
-    monkeypatch.setattr(llm_module, "open_executor", open_exact)
+    take_the_models_place(monkeypatch, lambda state: state % 499 == 0)
 
 
 def open_llm(speculative: NGramDecodingConfig | None, device: str = "cpu", **options: Any) -> LLM:
