@@ -1,6 +1,5 @@
 """The public face: what goes in, what comes out, what is refused before anything runs, and what is counted."""
 
-import _thread
 import re
 import subprocess
 import sys
@@ -181,24 +180,6 @@ def test_a_folder_without_a_tokenizer_works_with_token_ids_alone(tmp_path: Path)
     for prompt, rules in (("text", RULES), ([5], RULES.model_copy(update={"stop": ("x",)}))):
         with pytest.raises(RequestError, match=r"no tokenizer\.json"):
             bare.generate(prompt, rules)
-
-
-def test_an_interrupted_call_leaves_free_slots_and_no_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(folder, device="cpu", max_batch_size=2, max_seq_len=64, speculative_config=NGramDecodingConfig())
-    expected = [output.outputs for output in llm.generate([[5], [6, 7], [8]], RULES)]
-    run, calls = llm._executor.step, []
-
-    def interrupted(inputs: Any) -> Any:
-        calls.append(inputs)
-        if len(calls) == 6:
-            _thread.interrupt_main()  # as Control-C does, while the main thread waits
-        return run(inputs)
-
-    monkeypatch.setattr(llm._executor, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[5, 6]] * 5, RULES)
-    monkeypatch.undo()
-    assert [output.outputs for output in llm.generate([[5], [6, 7], [8]], RULES)] == expected
 
 
 def test_a_rank_checkpoint_and_its_source_generate_the_same(folder: Path, rank_checkpoint: Path) -> None:

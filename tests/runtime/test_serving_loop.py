@@ -1,6 +1,7 @@
 """The worker between its users and the model: preemption, budgets, what is counted, and what goes wrong."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import textwrap
@@ -163,6 +164,27 @@ def test_other_prompts_of_a_call_run_to_their_ends_before_its_error_is_raised(op
         assert (llm.metrics()["num_failed"], llm.metrics()["num_requests"]) == (1, 1)
 
 
+def test_an_interrupted_call_leaves_free_slots_and_no_trace(open_llm: Callable[..., LLM]) -> None:
+    with open_llm(max_batch_size=2, speculative_config=DRAFTS) as llm:
+        expected = [tokens(output) for output in llm.generate([[5], [6, 7], [8]], RULES)]
+        step, calls, main_thread = llm._executor.step, [], threading.get_ident()
+
+        def interrupted(inputs: Any) -> Any:
+            calls.append(inputs)
+            if len(calls) == 6:
+                signal.pthread_kill(main_thread, signal.SIGINT)  # as Control-C does, while the main thread waits
+                time.sleep(0.1)
+            return step(inputs)
+
+        llm._executor.step = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6]] * 50, RULES)
+        llm._executor.step = step  # type: ignore[method-assign]
+        assert [tokens(output) for output in llm.generate([[5], [6, 7], [8]], RULES)] == expected
+        assert len(calls) < 20, "the rest ran although nobody wanted it"
+        assert llm.metrics()["num_cancelled"] > 40
+
+
 class FailingDrafter:
     max_draft_len = 2
 
@@ -175,9 +197,11 @@ class FailingDrafter:
         raise OSError("the draft model is gone")
 
 
-def test_a_drafter_that_fails_ends_all_requests(open_llm: Callable[..., LLM]) -> None:
+def test_a_drafter_that_fails_ends_all_requests(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(max_batch_size=2, drafter=FailingDrafter())
+    gate = Gate(llm, monkeypatch)
     handles = [llm.generate_async([5], RULES) for _ in range(3)]
+    gate.is_open.set()
     for handle in handles:
         with pytest.raises(ExecutorError, match="OSError in a step: the draft model is gone"):
             handle.result(30)
