@@ -1,5 +1,7 @@
 """When a request ends, and what the user then sees."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.runtime.helpers import decoding_request
@@ -50,6 +52,23 @@ def test_a_request_ends_as_its_rules_say(
 def test_an_unfinished_request_has_no_reason() -> None:
     output = feed(running(), "abc").output()
     assert (output.finished, output.outputs[0].finish_reason, output.outputs[0].text) == (False, None, "abc")
+
+
+def test_a_request_ends_even_where_the_rest_of_its_text_cannot_be_had() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        if is_broken:
+            raise UnicodeError("no such token")
+        return "\N{REPLACEMENT CHARACTER}" * bool(ids)  # the start of a character, which is held back
+
+    is_broken = False
+    request = running()
+    request.text = TextStream(decode)
+    request.append(0, -0.5)
+    is_broken = True
+    request.end("cancelled")
+    completion = request.output().outputs[0]
+    assert request.is_finished and (completion.finish_reason, completion.token_ids) == ("error", [0])
+    assert "request 0: its text failed: UnicodeError" in str(request.output().error)
 
 
 def test_end_and_stop_tokens_are_banned_before_min_tokens() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtllm_replayssm.config import SamplingParams
-from trtllm_replayssm.errors import ReplaySSMError
+from trtllm_replayssm.errors import ReplaySSMError, RequestError
 from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from trtllm_replayssm.runtime.text_stream import TextStream
 
@@ -162,7 +162,11 @@ class Request:
     def end(self, reason: FinishReason, error: ReplaySSMError | None = None) -> None:
         """End the request before its time."""
         self.error = error
-        self._finish(reason, None)
+        try:
+            self._finish(reason, None)
+        except Exception as trouble:  # noqa: BLE001 - the tokenizer's, over what it still held back
+            self.error = RequestError(f"request {self.request_id}: its text failed: {trouble!r}.")
+            self._finish("error", None)
 
     def _completion(self) -> CompletionOutput:
         return CompletionOutput(

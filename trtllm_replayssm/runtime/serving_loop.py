@@ -169,19 +169,16 @@ class ServingLoop:
 
     def _publish(self, changed: Iterable[Request]) -> None:
         """Show users what became of requests; nothing is counted after its user has been told."""
-        handles: dict[int, RequestHandle] = {}
-        num_finished = 0
-        for request in changed:
-            handle = self._handles[request.request_id]
-            handles[handle.request_id] = handle
-            if request.is_finished:
-                num_finished += 1
-                del self._handles[request.request_id]
+        changed = tuple(changed)
+        finished = [request.request_id for request in changed if request.is_finished]
+        handles = {handle.request_id: handle for handle in (self._handles[request.request_id] for request in changed)}
         with self._letters:
-            self._num_unfinished -= num_finished
+            self._num_unfinished -= len(finished)
         waiters: list[Waiter] = []
         for handle in handles.values():
             waiters += handle.publish()
+        for request_id in finished:
+            del self._handles[request_id]
         wake(waiters)
 
     def _end_all(self, error: ReplaySSMError) -> None:
