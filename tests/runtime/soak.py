@@ -12,7 +12,6 @@ from typing import Any
 from trtllm_replayssm import LLM, RequestHandle, SamplingParams
 from trtllm_replayssm.errors import RequestError
 from trtllm_replayssm.runtime.outputs import CompletionOutput, RequestOutput
-from trtllm_replayssm.runtime.request import Request
 
 Open = Callable[..., LLM]
 
@@ -70,8 +69,7 @@ def draw_jobs(llm: LLM, count: int, seed: int, texts: Sequence[str]) -> list[Job
         prompt = tuple(rng.choice(alphabet) for _ in range(length))
         params = draw_params(rng, vocab_size, texts)
         handle = llm.generate_async(prompt, params)
-        handle.wait()
-        assert handle.output is not None
+        assert handle.wait(timeout=120) and handle.output is not None
         jobs.append(Job(prompt, params, handle.output))
     return jobs
 
@@ -81,7 +79,7 @@ def soak(llm: LLM, jobs: Sequence[Job], count: int, seed: int, *, most_at_once: 
     rng = random.Random(seed)
     tally = Tally()
     pending: list[tuple[Job, RequestHandle]] = []
-    references: list[weakref.ref[RequestHandle]] = []
+    references: list[weakref.ref[Any]] = []
     for _ in range(count):
         job = rng.choice(jobs)
         handle = llm.generate_async(
@@ -91,7 +89,7 @@ def soak(llm: LLM, jobs: Sequence[Job], count: int, seed: int, *, most_at_once: 
             priority=rng.choice((0, 0, 0, 1, 1, 2)),
             timeout_s=rng.uniform(1e-4, 0.1) if rng.random() < 0.1 else None,
         )
-        references.append(weakref.ref(handle))
+        references += map(weakref.ref, (handle, *handle.sequences))
         pending.append((job, handle))
         if rng.random() < 0.15:
             rng.choice(pending[-8:])[1].abort()
@@ -133,7 +131,7 @@ def seen(completion: CompletionOutput) -> tuple[object, ...]:
     )
 
 
-def check_nothing_is_left(llm: LLM, references: Sequence["weakref.ref[RequestHandle]"]) -> None:
+def check_nothing_is_left(llm: LLM, references: Sequence["weakref.ref[Any]"]) -> None:
     """Find slots, queue entries, drafter entries, handles or requests that are still there."""
     serving = llm._serving
     loop = serving._loop
@@ -147,10 +145,7 @@ def check_nothing_is_left(llm: LLM, references: Sequence["weakref.ref[RequestHan
         heap.first()  # drops what is stale
     assert not serving._handles and not serving._arrivals and serving._num_unfinished == 0
     # The worker may still be about to lay down what it has published last.
-    for _ in range(1000):
+    deadline = time.monotonic() + 20
+    while any(reference() is not None for reference in references):
+        assert time.monotonic() < deadline, "handles or requests are still there"
         gc.collect()
-        left = [thing for thing in gc.get_objects() if type(thing) in (Request, RequestHandle)]
-        if not left:
-            break
-        time.sleep(0.01)
-    assert not left and all(reference() is None for reference in references)
