@@ -5,12 +5,22 @@ from torch import nn
 from torch.nn import functional
 
 from trtllm_replayssm.builders import onnx_ops
-from trtllm_replayssm.builders.layers.flash_attention import finite_values, flash_attention
+from trtllm_replayssm.builders.layers.flash_attention import (
+    FlashStep,
+    finite_values,
+    flash_attention,
+    window_attention,
+    write_window,
+)
+from trtllm_replayssm.builders.layers.fused import fused
 from trtllm_replayssm.builders.layers.linear import Linear
-from trtllm_replayssm.builders.layers.norm import RMSNorm
-from trtllm_replayssm.builders.layers.rotary import rotate
+from trtllm_replayssm.builders.layers.norm import RMSNorm, rms_norm
+from trtllm_replayssm.builders.layers.rotary import rotate, rotate_heads
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import AttentionGeometry
+
+# Of a verification step; a prompt's piece of so few tokens may run as one.
+_LONGEST_WINDOW = 8
 
 
 class Attention(nn.Module):
@@ -45,26 +55,41 @@ class Attention(nn.Module):
         self, hidden: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Attend with ``hidden [B, S, d_model]``; the caches are in-out. Returns (hidden, present caches)."""
+        if step.flash is not None and not onnx_ops.is_exporting():
+            return self._forward_flash(hidden, step, step.flash, states)
         query, key, value, gate = self._project(hidden, step)
+        assert step.attention_mask is not None, "a model with attention layers makes a mask"
         if onnx_ops.is_exporting():
-            assert step.attention_mask is not None, "a model with attention layers makes a mask"
             key_cache = onnx_ops.tensor_scatter(states[0], key, step.past_lengths)
             value_cache = onnx_ops.tensor_scatter(states[1], value, step.past_lengths)
-            out = onnx_ops.attention(query, key_cache, value_cache, step.attention_mask, self.scale).transpose(1, 2)
-        elif step.flash is not None:
-            key_cache, value_cache = states
-            key, value = finite_values(key, value)
-            write_rows(key_cache, key, step)
-            write_rows(value_cache, value, step)
-            out = flash_attention(query.transpose(1, 2), key_cache, value_cache, step.flash, self.scale)
+            out = onnx_ops.attention(query, key_cache, value_cache, step.attention_mask, self.scale)
         else:
             key_cache, value_cache = states
             write_rows(key_cache, key, step)
             write_rows(value_cache, value, step)
-            out = self._attend(query, key_cache, value_cache, count_finite(key, value), step).transpose(1, 2)
-        out = out.flatten(-2)
+            out = self._attend(query, key_cache, value_cache, count_finite(key, value), step)
+        out = out.transpose(1, 2).flatten(-2)
         if gate is not None:
             out = out * gate.sigmoid()
+        return self.o_proj(out), (key_cache, value_cache)
+
+    def _forward_flash(
+        self, hidden: torch.Tensor, step: Step, flash: FlashStep, states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        g = self.geometry
+        packed, gate = self.qkv(hidden), None
+        if g.has_output_gate:
+            packed, gate = packed.split((g.d_qkv - g.d_query, g.d_query), dim=-1)
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if g.has_qk_norm else (None, None, 0.0)
+        cos, sin = (None, None) if step.rotation is None else step.rotation
+        query, key, value = split_heads(packed, cos, sin, *norms, n_heads=(g.n_query_heads, g.n_kv_heads))
+        key_cache, value_cache = states
+        write_window(key_cache, key, flash)
+        write_window(value_cache, value, flash)
+        attend = window_attention if 1 < query.shape[1] <= _LONGEST_WINDOW else flash_attention
+        out = attend(query, key_cache, value_cache, flash, self.scale).flatten(-2)
+        if gate is not None:
+            out = gate_output(out, gate)
         return self.o_proj(out), (key_cache, value_cache)
 
     def _project(
@@ -107,6 +132,48 @@ class Attention(nn.Module):
         )
         sees_others = torch.arange(query.shape[2], device=query.device) >= num_finite[:, None]
         return out.masked_fill(sees_others[:, None, :, None], torch.nan)
+
+
+@fused
+def split_heads(
+    packed: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    *,
+    n_heads: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split a projection into heads, and norm and rotate them where there are weights and a rotation.
+
+    Args:
+        packed: [..., Hq hd + 2 Hkv hd].
+        cos: [..., rotary_dim / 2].
+        sin: as cos.
+        q_weight: [hd], of the queries' norm.
+        k_weight: [hd], of the keys' norm.
+        eps: of both.
+        n_heads: Hq and Hkv.
+
+    Returns:
+        query [..., Hq, hd], key and value [..., Hkv, hd], these as flash attention wants them.
+    """
+    n_query_heads, n_kv_heads = n_heads
+    heads = torch.unflatten(packed, -1, (n_query_heads + 2 * n_kv_heads, -1))
+    query, key, value = torch.split(heads, [n_query_heads, n_kv_heads, n_kv_heads], dim=-2)
+    if q_weight is not None and k_weight is not None:
+        query = rms_norm(query.float(), q_weight.float(), eps).to(packed.dtype)
+        key = rms_norm(key.float(), k_weight.float(), eps).to(packed.dtype)
+    if cos is not None and sin is not None:
+        query, key = (rotate_heads(part, cos, sin) for part in (query, key))
+    return query, *finite_values(key, value)
+
+
+@fused
+def gate_output(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return ``out * sigmoid(gate)``."""
+    return out * gate.sigmoid()
 
 
 def count_finite(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trtllm_replayssm.builders.layers.fused import fused
 from trtllm_replayssm.builders.layers.linear import Linear
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import MlpGeometry
@@ -30,7 +31,7 @@ class Mlp(nn.Module):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Map ``hidden [B, S, d_model]`` to the same shape; there is no state."""
         del step, states
-        return self.down_proj(functional.relu(self.up_proj(hidden)).square()), ()
+        return self.down_proj(squared_relu(self.up_proj(hidden))), ()
 
 
 class GatedMlp(nn.Module):
@@ -54,5 +55,17 @@ class GatedMlp(nn.Module):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Map ``hidden [B, S, d_model]`` to the same shape; there is no state."""
         del step, states
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(functional.silu(gate) * up), ()
+        return self.down_proj(gated_silu(self.gate_up_proj(hidden))), ()
+
+
+@fused
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``relu(x) ** 2``."""
+    return functional.relu(x).square()
+
+
+@fused
+def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) * up``; the gate is the first half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up

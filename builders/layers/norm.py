@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from trtllm_replayssm.builders import onnx_ops
+from trtllm_replayssm.builders.layers.fused import fused
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +24,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise ``x [..., width]``; the result has its type."""
-        return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
+        return normalise(x, self.weight, self.eps)
 
 
 class GatedGroupRMSNorm(nn.Module):
@@ -44,10 +45,7 @@ class GatedGroupRMSNorm(nn.Module):
 
     def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Gate and normalise ``y`` with ``z``, both [..., width]; the result has y's type."""
-        gated = y.float() * functional.silu(z.float())
-        groups = torch.unflatten(gated, -1, (self.n_groups, -1))
-        groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
-        return (groups.flatten(-2) * self.weight.float()).to(y.dtype)
+        return gate_and_normalise_groups(y, z, self.weight, self.n_groups, self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -66,7 +64,30 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Normalise ``o`` and gate it with ``z``, both [..., width]; the result has o's type."""
-        return (rms_norm(o.float(), self.weight.float(), self.eps) * functional.silu(z.float())).to(o.dtype)
+        return normalise_and_gate(o, z, self.weight, self.eps)
+
+
+@fused
+def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return what ``RMSNorm`` does."""
+    return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+
+
+@fused
+def gate_and_normalise_groups(
+    y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, n_groups: int, eps: float
+) -> torch.Tensor:
+    """Return what ``GatedGroupRMSNorm`` does."""
+    gated = y.float() * functional.silu(z.float())
+    groups = torch.unflatten(gated, -1, (n_groups, -1))
+    groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    return (groups.flatten(-2) * weight.float()).to(y.dtype)
+
+
+@fused
+def normalise_and_gate(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return what ``GatedRMSNorm`` does."""
+    return (rms_norm(o.float(), weight.float(), eps) * functional.silu(z.float())).to(o.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -42,8 +42,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """
     if onnx_ops.is_exporting():
         return onnx_ops.rotary_embedding(x, cos, sin)
+    return rotate_heads(x.transpose(1, 2), cos, sin).transpose(1, 2)
+
+
+def rotate_heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate as ``rotate`` does, with heads side by side: ``x [..., H, hd]``, ``cos [..., rotary_dim / 2]``."""
     half = cos.shape[-1]
-    cos, sin = cos[:, None].float(), sin[:, None].float()
+    cos, sin = cos[..., None, :].float(), sin[..., None, :].float()
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
     return torch.cat((rotated, x[..., 2 * half :]), -1)

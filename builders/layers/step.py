@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_replayssm.builders.layers.flash_attention import FlashLengths
+from trtllm_replayssm.builders.layers.flash_attention import FlashStep
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Step:
             where flash attention needs none.
         rotation: cosines and sines of the window's positions, [B, S, rotary_dim / 2] each; None without rotary
             position embedding.
-        flash: lengths for flash attention; None where it does not run.
+        flash: what flash attention needs; None where it does not run.
     """
 
     past_lengths: torch.Tensor
@@ -31,7 +31,7 @@ class Step:
     key_length: int
     attention_mask: torch.Tensor | None
     rotation: tuple[torch.Tensor, torch.Tensor] | None
-    flash: FlashLengths | None = None
+    flash: FlashStep | None = None
 
 
 def attention_mask(past_lengths: torch.Tensor, seq_len: int, key_length: int) -> torch.Tensor:

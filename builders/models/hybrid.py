@@ -13,7 +13,7 @@ from torch.nn import functional
 from trtllm_replayssm.builders import onnx_ops
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.embedding import Embedding, gather_positions
-from trtllm_replayssm.builders.layers.flash_attention import flash_lengths, is_flash
+from trtllm_replayssm.builders.layers.flash_attention import flash_step, is_flash
 from trtllm_replayssm.builders.layers.gated_delta_net import ConventionalGatedDeltaNet, GatedDeltaNet
 from trtllm_replayssm.builders.layers.linear import Linear
 from trtllm_replayssm.builders.layers.mamba2 import ConventionalMamba2, Mamba2
@@ -138,8 +138,8 @@ class HybridModel(nn.Module):
         if a.rope_theta is not None:
             turn = rotation(past_lengths, seq_len, a.rotary_dim, a.rope_theta, cache.dtype)
         if is_flash(a, cache.dtype, cache.device) and not onnx_ops.is_exporting():
-            lengths = flash_lengths(past_lengths, slot_ids, seq_len, cache, key_length)
-            return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, key_length, None, turn, lengths)
+            flash = flash_step(past_lengths, slot_ids, seq_len, cache, key_length)
+            return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, key_length, None, turn, flash)
         mask = attention_mask(past_lengths, seq_len, key_length)
         return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, key_length, mask, turn)
 

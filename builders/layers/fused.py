@@ -1,0 +1,100 @@
+"""Chains of small operations that a GPU runs as one kernel: compiled by torch when they are first called there.
+
+Each of these operations takes a few microseconds, mostly of starting and of reading what the one before it wrote; a
+decode step has hundreds. The functions are plain torch, which the CPU, the export and narrow models run as they are.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib.util import find_spec
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+
+# Fewer numbers a token are not worth the seconds of a compilation.
+_NARROWEST = 1024
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function of tokens run as one kernel on CUDA, compiled for their width and for any number of them.
+
+    Args:
+        function: what it computes for a token must depend on that token alone. Tensors of three or more dimensions
+            are [B, S, ...], tokens first, and so is what it returns, a tensor or a tuple; others belong to all tokens.
+            The first argument is of the former kind.
+
+    Returns:
+        The same function.
+    """
+    compiled = _compiled_at_call(function)
+
+    @wraps(function)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        first = arguments[0]
+        assert isinstance(first, torch.Tensor), "the first argument says where and how wide"
+        if not is_worthwhile(first):
+            return function(*arguments, **options)
+        batch, seq_len = first.shape[:2]
+        found = compiled(*(_flat(argument) for argument in arguments), **options)
+        shaped = (
+            tuple(torch.unflatten(tensor, 0, (batch, seq_len)) for tensor in found)
+            if isinstance(found, tuple)
+            else torch.unflatten(cast(torch.Tensor, found), 0, (batch, seq_len))
+        )
+        return cast(Result, shaped)
+
+    return run
+
+
+def fused_for_any_size(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function run as one kernel on CUDA, compiled once for all sizes of its tensors.
+
+    Args:
+        function: its first argument is a tensor.
+
+    Returns:
+        The same function.
+    """
+    compiled = _compiled_at_call(function, dynamic=True)
+
+    @wraps(function)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        first = arguments[0]
+        assert isinstance(first, torch.Tensor), "the first argument says where and how much"
+        is_plain = not is_worthwhile(first)
+        return function(*arguments, **options) if is_plain else compiled(*arguments, **options)
+
+    return run
+
+
+def _compiled_at_call(function: Callable[..., Result], *, dynamic: bool | None = None) -> Callable[..., Result]:
+    @cache
+    def compiled() -> Callable[..., Result]:
+        return torch.compile(function, dynamic=dynamic)  # which imports a compiler, for seconds
+
+    return lambda *arguments, **options: compiled()(*arguments, **options)
+
+
+def is_worthwhile(first: torch.Tensor) -> bool:
+    """Say whether a call with this first argument [B, S, ...] is compiled."""
+    return first.is_cuda and first[0, 0].numel() >= _NARROWEST and _can_compile()
+
+
+@cache
+def _can_compile() -> bool:
+    # What torch compiles with for a GPU comes with its CUDA builds for Linux.
+    return find_spec("triton") is not None
+
+
+def _flat(argument: object) -> object:
+    """Make B and S one dimension, of any size: not one compilation for each batch."""
+    if not isinstance(argument, torch.Tensor) or argument.dim() < 3:
+        return argument
+    flat = argument.flatten(0, 1)
+    torch._dynamo.maybe_mark_dynamic(flat, 0)
+    for dim in range(1, flat.dim()):
+        torch._dynamo.mark_static(flat, dim)
+    return flat
