@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs against the same steps run operation by operation."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.end_to_end.test_spoilt_drafts import SPOILT, SpoiltDrafter, spoil
 from tests.tiny_models import make_nemotron_h, make_qwen
 from tests.tolerances import LOGITS_FP32
 from trtllm_replayssm import LLM, CudaGraphConfig, NGramDecodingConfig, ReplayConfig, SamplingParams
@@ -16,7 +18,16 @@ from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 pytestmark = pytest.mark.gpu
 
+NEVER = 78  # a token that is not generated either
 PROMPTS = [[31 + i % 3, 32, 33] * (1 + 6 * (i % 4)) + [3 * i + 1] for i in range(14)]
+
+
+class FiniteDrafter(SpoiltDrafter):
+    """The same, with another token that is never the target's: the windows, and so the rounding, are the same."""
+
+    def propose(self, limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        found = super().propose(limits)
+        return {row: [NEVER if token == SPOILT else token for token in drafts] for row, drafts in found.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,3 +156,18 @@ def test_a_decode_step_waits_for_the_device_once_for_its_tokens(
             torch.cuda.set_sync_debug_mode("default")
     per_step = [after - before for before, after in pairwise(waits)]
     assert len(per_step) == 19 and set(per_step) == {1}
+
+
+@pytest.mark.parametrize("make", [make_nemotron_h, make_qwen], ids=["nemotron_h", "qwen3_5"])
+@pytest.mark.parametrize("graphs", [CudaGraphConfig(), None], ids=["graphs", "eager"])
+def test_a_rejected_draft_that_is_not_finite_changes_no_token_in_16_bits(
+    tmp_path: Path, make: Any, graphs: CudaGraphConfig | None
+) -> None:
+    folder = make(tmp_path / "hf", **({"value_dim": 32} if make is make_qwen else {"d_state": 64}))
+    spoil(folder, torch.inf)
+    rules = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    tokens = []
+    for drafter in (FiniteDrafter(), SpoiltDrafter()):
+        llm = make_llm(folder, graphs=graphs, dtype="bfloat16", drafter=drafter)
+        tokens.append([output.outputs[0].token_ids for output in llm.generate([[17], [5, 9, 250]], rules)])
+    assert tokens[0] == tokens[1]
