@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from tests.builders.tiny_geometry import tiny_geometry
+from tests.end_to_end.test_spoilt_drafts import SPOILT, SpoiltDrafter, spoil, tokens_of
 from tests.runtime.test_step_graphs import call_again
 from tests.tiny_models import make_nemotron_h, make_qwen
 from trtllm_replayssm import LLM, CudaGraphConfig, NGramDecodingConfig, SamplingParams
 from trtllm_replayssm.builders.layers import flash_attention as flash
 from trtllm_replayssm.builders.models import hybrid
 from trtllm_replayssm.contract.geometry import AttentionGeometry
+from trtllm_replayssm.errors import RequestError
 from trtllm_replayssm.runtime.executors.step_graphs import StepGraphs
 
 
@@ -182,3 +184,18 @@ def test_models_generate_the_same_by_either_attention(
     assert tokens() == plain
     assert calls and max(calls) < 48
     assert tokens(is_padded=True) == plain
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("value", [torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("pattern", ["**-", "*M*", "*G*"])
+def test_a_draft_that_is_not_finite_spoils_no_other_token(tmp_path: Path, pattern: str, value: float) -> None:
+    folder = (make_qwen if "G" in pattern else make_nemotron_h)(tmp_path / "hf", pattern=pattern)
+    spoil(folder, value)
+    rules = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    plain = tokens_of(folder, rules)
+    assert tokens_of(folder, rules, drafter=SpoiltDrafter()) == plain
+    # Nor does a prompt that is not finite pass, in whatever piece of it the token is.
+    for prompt in ([SPOILT, 6], [5, SPOILT, 6], [SPOILT, *range(3, 30)]):
+        with LLM(folder, device="cpu", max_num_tokens=9) as llm, pytest.raises(RequestError, match="not finite"):
+            llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0.0))
