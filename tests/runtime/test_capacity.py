@@ -49,6 +49,8 @@ def test_the_largest_step_is_a_long_prompt_or_a_wide_batch() -> None:
     assert step(prompts, eager).activations > step({}, eager).activations
     assert step(batches, eager).activations > 10 * step({}, eager).activations
     assert step(batches, eager).logits == 100 * step({}, eager).logits
+    # Tokens are sampled in parts.
+    assert step({"max_batch_size": 10**8}, eager).logits < 10**8 * step({"max_batch_size": 1}, eager).logits / 2
     # Captured steps keep their memory beside a prompt's.
     assert step({}, graphs).activations > step({}, eager).activations
     # Flash attention makes nothing that is as long as the keys.

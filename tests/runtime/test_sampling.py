@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtllm_replayssm.runtime import sampling
 from trtllm_replayssm.runtime.sampling import TokenRule, choose_tokens, uniform
 
 GREEDY = TokenRule(temperature=0.0, top_k=0, top_p=1.0, seed=0, position=0)
@@ -110,6 +111,15 @@ def test_a_token_does_not_depend_on_the_rows_beside_it(seed: int, rows: list[int
     together, _ = choose_tokens(logits, rules)
     some, _ = choose_tokens(logits[rows], [rules[row] for row in rows])
     assert some == [together[row] for row in rows]
+
+
+@pytest.mark.parametrize("most", [1, 50, 101])
+def test_rows_are_sampled_in_parts_as_all_at_once(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(3))
+    rules = [TokenRule(0.9 * (row % 3 > 0), 0, 1.0, 5, row) for row in range(9)]
+    together = choose_tokens(logits, rules)
+    monkeypatch.setattr(sampling, "SAMPLED_LOGITS", most)
+    assert choose_tokens(logits, rules) == together
 
 
 def test_random_numbers_differ_by_seed_sequence_and_position_and_repeat() -> None:

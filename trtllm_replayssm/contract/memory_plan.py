@@ -5,6 +5,7 @@ counted from their operations: the widest layer's intermediate tensors, and the 
 """
 
 from math import prod
+from typing import Final
 
 from trtllm_replayssm.contract.geometry import (
     DTYPE_BYTES,
@@ -18,9 +19,13 @@ from trtllm_replayssm.contract.geometry import (
 from trtllm_replayssm.contract.memory import tensor_bytes
 from trtllm_replayssm.contract.tensors import TensorSpec, state_specs, weight_specs
 
-# What `runtime.sampling` holds at a time for one logit of a sampled token: the logits three times in fp32, their order
-# in int64, probabilities, sums and masks in fp64, and the sort's own copies.
+SAMPLED_LOGITS: Final = 2**25
+"""Most logits that ``runtime.sampling`` samples from at a time."""
+# What it holds for one of them: the logits three times in fp32, their order in int64, probabilities, sums and masks in
+# fp64, and the sort's own copies.
 _SAMPLING_BYTES = 64
+# What `runtime.logit_rules` holds for every logit of a step: copies in fp32 with bias, penalties and bans.
+_RULES_BYTES = 24
 # fp32 tensors that a norm holds at a time: its input and its output; a gated one's also the gate and their product.
 _NORM_COPIES, _GATED_NORM_COPIES = 2, 4
 _FP32 = DTYPE_BYTES["float32"]
@@ -129,7 +134,8 @@ def plan_memory(
 
     prompt = activations(1, max(limits.max_num_tokens, replay.window))
     decode = activations(limits.max_batch_size, replay.window)
-    logit_bytes = DTYPE_BYTES[geometry.dtype] + _FP32 + _SAMPLING_BYTES
+    logits = limits.max_batch_size * replay.window * geometry.vocab_size
+    logit_bytes = DTYPE_BYTES[geometry.dtype] + _FP32 + _RULES_BYTES
     return MemoryPlan(
         limits=limits,
         weights=sum(tensor_bytes(spec) for spec in weight_specs(geometry)) if execution.has_weights else 0,
@@ -138,7 +144,7 @@ def plan_memory(
         conv_rings=by_kind.get("conv_rings", 0),
         kv_caches=by_kind.get("kv_caches", 0),
         activations=prompt + decode if execution.has_graphs else max(prompt, decode),
-        logits=limits.max_batch_size * replay.window * geometry.vocab_size * logit_bytes,
+        logits=logits * logit_bytes + min(logits, max(SAMPLED_LOGITS, geometry.vocab_size)) * _SAMPLING_BYTES,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from trtllm_replayssm.contract.memory_plan import SAMPLED_LOGITS
 from trtllm_replayssm.runtime.logit_rules import Penalties, adjust_logits
 from trtllm_replayssm.runtime.transfer import to_device
 
@@ -62,9 +63,11 @@ def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[lis
     )
     tokens = adjusted.argmax(dim=-1)
     sampled = [index for index, rule in enumerate(rules) if rule.temperature > 0.0]
-    if sampled:
-        where = to_device(np.array(sampled), logits.device)
-        tokens[where] = _sample(adjusted[where], [rules[index] for index in sampled])
+    most = max(1, SAMPLED_LOGITS // logits.shape[-1])  # sorting takes many times the logits' memory
+    for start in range(0, len(sampled), most):
+        part = sampled[start : start + most]
+        where = to_device(np.array(part), logits.device)
+        tokens[where] = _sample(adjusted[where], [rules[index] for index in part])
     chosen = logits.gather(-1, tokens[:, None])[:, 0]
     logprobs = chosen - logits.logsumexp(dim=-1)
     # One copy to the host, which waits for the step here and nowhere else; fp64 holds both as they are.
