@@ -75,6 +75,17 @@ def test_graphs_give_the_tokens_of_eager_steps(
     assert graphs is not None and len({key.num_rows for key in graphs.keys}) > 3
 
 
+def test_conventional_steps_are_captured_too(folder: Path) -> None:
+    options: dict[str, Any] = {
+        "speculative_config": NGramDecodingConfig(max_draft_len=2),
+        "replay": ReplayConfig(enabled=False),
+    }
+    llm = make_llm(folder, graphs=CudaGraphConfig(), **options)
+    assert generate(llm, 0.0) == generate(make_llm(folder, graphs=None, **options), 0.0)
+    graphs = executor_of(llm)._graphs
+    assert graphs is not None and len(graphs.keys) > 3
+
+
 def test_warming_up_leaves_nothing_to_capture_and_no_trace(folder: Path) -> None:
     speculative = NGramDecodingConfig(max_draft_len=1)
     eager = generate(make_llm(folder, graphs=None, speculative_config=speculative), 0.0)
