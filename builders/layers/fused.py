@@ -4,6 +4,7 @@ Each of these operations takes a few microseconds, mostly of starting and of rea
 decode step has hundreds. The functions are plain torch, which the CPU, the export and narrow models run as they are.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib.util import find_spec
@@ -73,7 +74,9 @@ def fused_for_any_size(function: Callable[Arguments, Result]) -> Callable[Argume
 def _compiled_at_call(function: Callable[..., Result], *, dynamic: bool | None = None) -> Callable[..., Result]:
     @cache
     def compiled() -> Callable[..., Result]:
-        return torch.compile(function, dynamic=dynamic)  # which imports a compiler, for seconds
+        # Left to itself, the compiler starts a process for every CPU core: for a handful of small kernels.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        return torch.compile(function, dynamic=dynamic)  # which imports the compiler, for seconds
 
     return lambda *arguments, **options: compiled()(*arguments, **options)
 

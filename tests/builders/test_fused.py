@@ -77,7 +77,7 @@ def test_one_compilation_serves_every_batch(name: str, monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", cases(2))
 def test_compiled_kernels_round_as_plain_operations_do(name: str) -> None:
-    for rows in (1, 5, 64):
+    for rows in (5, 64):
         function, arguments, options = cases(rows, width=2048, dtype=torch.bfloat16, device="cuda")[name]
         plain = as_tuple(function.__wrapped__(*arguments, **options))
         for ours, theirs in zip(as_tuple(function(*arguments, **options)), plain, strict=True):

@@ -61,8 +61,11 @@ def generate(llm: LLM, temperature: float) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("speculative", [None, NGramDecodingConfig(max_draft_len=3)], ids=["plain", "ngram"])
+@pytest.mark.parametrize(
+    ("temperature", "speculative"),
+    [(0.0, None), (0.8, None), (0.8, NGramDecodingConfig(max_draft_len=3))],
+    ids=["greedy", "sampled", "ngram"],
+)
 def test_graphs_give_the_tokens_of_eager_steps(
     folder: Path, temperature: float, speculative: NGramDecodingConfig | None
 ) -> None:
@@ -80,10 +83,10 @@ def test_conventional_steps_are_captured_too(folder: Path) -> None:
         "speculative_config": NGramDecodingConfig(max_draft_len=2),
         "replay": ReplayConfig(enabled=False),
     }
-    llm = make_llm(folder, graphs=CudaGraphConfig(), **options)
+    llm = make_llm(folder, graphs=CudaGraphConfig(batch_sizes=(4, 12)), **options)
     assert generate(llm, 0.0) == generate(make_llm(folder, graphs=None, **options), 0.0)
     graphs = executor_of(llm)._graphs
-    assert graphs is not None and len(graphs.keys) > 3
+    assert graphs is not None and len(graphs.keys) >= 2
 
 
 def test_warming_up_leaves_nothing_to_capture_and_no_trace(folder: Path) -> None:
@@ -106,7 +109,8 @@ def test_sizes_that_are_not_captured_run_eagerly(folder: Path) -> None:
 
 def test_logits_hold_until_the_next_step_whatever_is_allocated_in_between(folder: Path) -> None:
     """Graphs share their memory: what one left there must not show in another, nor other tensors in either."""
-    captured, eager = (executor_of(make_llm(folder, graphs=graphs)) for graphs in (CudaGraphConfig(), None))
+    llms = [make_llm(folder, graphs=graphs) for graphs in (CudaGraphConfig(), None)]  # kept: an LLM closes at its end
+    captured, eager = map(executor_of, llms)
     worst = 0.0
     for num_rows in (12, 1, 5, 12, 3, 1, 8):
         for past in (0, 3):
@@ -141,13 +145,11 @@ def step(executor: TorchExecutor, num_rows: int, past: int) -> StepOutputs:
 
 
 @pytest.mark.parametrize("graphs", [CudaGraphConfig(), None], ids=["graphs", "eager"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
-def test_a_decode_step_waits_for_the_device_once_for_its_tokens(
-    folder: Path, graphs: CudaGraphConfig | None, temperature: float
-) -> None:
+def test_a_decode_step_waits_for_the_device_once_for_its_tokens(folder: Path, graphs: CudaGraphConfig | None) -> None:
     llm = make_llm(folder, graphs=graphs)
     executor = executor_of(llm)
-    generate(llm, temperature)  # every size is captured
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+    llm.generate([[5, 6, 7]], params)  # captures
     waits: list[int] = []
     run = executor.step
 
@@ -161,7 +163,6 @@ def test_a_decode_step_waits_for_the_device_once_for_its_tokens(
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            params = SamplingParams(max_tokens=20, temperature=temperature, seed=3, ignore_eos=True)
             llm.generate([[5, 6, 7]], params)
         finally:
             torch.cuda.set_sync_debug_mode("default")
