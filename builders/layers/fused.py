@@ -4,6 +4,7 @@ Each of these operations takes a few microseconds, mostly of starting and of rea
 decode step has hundreds. The functions are plain torch, which the CPU, the export and narrow models run as they are.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from functools import cache, wraps
@@ -12,6 +13,9 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
+_LOGGER = logging.getLogger(__name__)
+# Whether a compilation has failed: the others would, too.
+_is_failing = False
 # Fewer numbers a token are not worth the seconds of a compilation.
 _NARROWEST = 1024
 
@@ -59,26 +63,46 @@ def fused_for_any_size(function: Callable[Arguments, Result]) -> Callable[Argume
     Returns:
         The same function.
     """
-    compiled = _compiled_at_call(function, dynamic=True)
+    compiled = _compiled_at_call(function)
 
     @wraps(function)
     def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         first = arguments[0]
         assert isinstance(first, torch.Tensor), "the first argument says where and how much"
-        is_plain = not is_worthwhile(first)
-        return function(*arguments, **options) if is_plain else compiled(*arguments, **options)
+        if not is_worthwhile(first):
+            return function(*arguments, **options)
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(argument, tuple(range(argument.dim())))
+        return compiled(*arguments, **options)
 
     return run
 
 
-def _compiled_at_call(function: Callable[..., Result], *, dynamic: bool | None = None) -> Callable[..., Result]:
+def _compiled_at_call(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return what compiles the function when called, and runs it as it is where that fails."""
+
     @cache
     def compiled() -> Callable[..., Result]:
         # Left to itself, the compiler starts a process for every CPU core: for a handful of small kernels.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        return torch.compile(function, dynamic=dynamic)  # which imports the compiler, for seconds
+        return torch.compile(function)  # which imports the compiler, for seconds
 
-    return lambda *arguments, **options: compiled()(*arguments, **options)
+    def call(*arguments: object, **options: object) -> Result:
+        global _is_failing
+        if not _is_failing:
+            try:
+                return compiled()(*arguments, **options)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ImportError, OSError) as error:
+                # A machine without a C compiler, for instance: nothing is lost but time.
+                _is_failing = True
+                reason = " ".join(str(error).split())[:300]
+                _LOGGER.warning("torch does not compile here, steps run operation by operation: %s", reason)
+        return function(*arguments, **options)
+
+    return call
 
 
 def is_worthwhile(first: torch.Tensor) -> bool:

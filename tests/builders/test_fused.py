@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from trtllm_replayssm.builders.layers import attention, fused, mlp, norm
+from trtllm_replayssm.builders.layers import attention, flash_attention, fused, mlp, norm
 
 EPS = 1e-5
 Inputs = tuple[Any, ...]
@@ -56,6 +56,7 @@ def as_tuple(found: Any) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", cases(2))
+@torch.inference_mode()
 def test_one_compilation_serves_every_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -82,6 +83,40 @@ def test_compiled_kernels_round_as_plain_operations_do(name: str) -> None:
         plain = as_tuple(function.__wrapped__(*arguments, **options))
         for ours, theirs in zip(as_tuple(function(*arguments, **options)), plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_windows_softmax_is_compiled_once_for_all_batches_and_key_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(fused, "is_worthwhile", lambda first: True)
+    plain: Any = flash_attention.window_weights
+    fresh = fused.fused_for_any_size(plain.__wrapped__)
+    for rows, window, keys in ((3, 4, 512), (2, 3, 1024), (7, 2, 700)):
+        scores = torch.randn(rows, 6, window, keys)
+        num_keys = torch.arange(rows, dtype=torch.int32) * 50 + window
+        found = fresh(scores, num_keys, 0.25, torch.float32)
+        torch.testing.assert_close(found, plain.__wrapped__(scores, num_keys, 0.25, torch.float32))
+    assert counter.frame_count == 1
+
+
+def test_where_nothing_can_be_compiled_the_operations_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            raise RuntimeError("found no C compiler")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    monkeypatch.setattr(fused, "is_worthwhile", lambda first: True)
+    monkeypatch.setattr(fused, "_is_failing", False)
+    x = tokens(3, 8)
+    for function in (fused.fused(torch.square), fused.fused(torch.sqrt)):
+        torch.testing.assert_close(function(x), function.__wrapped__(x), equal_nan=True)  # type: ignore[attr-defined]
+    assert caplog.text.count("torch does not compile here") == 1 and "no C compiler" in caplog.text
 
 
 def test_the_cpu_and_narrow_models_compile_nothing() -> None:
