@@ -66,14 +66,16 @@ def flash_step(
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     # A row without a slot may have any length, of a sequence that ended for instance.
     past = torch.where(slot_ids >= 0, past_lengths, 0)
-    first = past_lengths.clamp(max=capacity - seq_len).long()
+    # What such a row, or a token that is not valid, would write behind the cache goes to its last place: no token that
+    # is kept ever stands there.
+    positions = past_lengths[:, None].long() + torch.arange(seq_len, device=device)
     return FlashStep(
         first_queries=rows * seq_len,
         first_keys=rows * (n_heads * capacity),
-        num_keys=past + seq_len,
+        num_keys=(past + seq_len).clamp(max=capacity),
         longest=key_length,
         rows=rows[:num_rows, None].long(),
-        positions=first[:, None] + torch.arange(seq_len, device=device),
+        positions=positions.clamp(max=capacity - 1),
     )
 
 

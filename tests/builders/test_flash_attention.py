@@ -128,7 +128,7 @@ def test_a_row_without_a_slot_sees_its_own_window_alone() -> None:
     step = flash.flash_step(past, slot_ids, 2, torch.empty(2, 3, 50, 8), 9)
     assert step.num_keys.tolist() == [9, 2] and step.longest == 9
     assert step.first_keys.tolist() == [0, 150, 300] and step.first_queries.tolist() == [0, 2, 4]
-    assert step.positions.tolist() == [[7, 8], [48, 49]] and step.rows.tolist() == [[0], [1]]
+    assert step.positions.tolist() == [[7, 8], [49, 49]] and step.rows.tolist() == [[0], [1]]
 
 
 def test_the_kernel_runs_16_bit_types_on_cuda_alone() -> None:
