@@ -14,6 +14,7 @@ from trtllm_replayssm.errors import ReplaySSMError
 if TYPE_CHECKING:
     from trtllm_replayssm.config import (
         CudaGraphConfig,
+        DraftTargetDecodingConfig,
         KvCacheConfig,
         NGramDecodingConfig,
         ReplayConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "CudaGraphConfig",
+    "DraftTargetDecodingConfig",
     "KvCacheConfig",
     "Logprob",
     "NGramDecodingConfig",
@@ -50,6 +52,7 @@ __all__ = [
 
 _LAZY = {
     "CudaGraphConfig": "trtllm_replayssm.config",
+    "DraftTargetDecodingConfig": "trtllm_replayssm.config",
     "KvCacheConfig": "trtllm_replayssm.config",
     "NGramDecodingConfig": "trtllm_replayssm.config",
     "ReplayConfig": "trtllm_replayssm.config",

@@ -21,7 +21,7 @@ from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.request_heap import RequestHeap
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.slots import Slots
-from trtllm_replayssm.runtime.speculative.base import Drafter
+from trtllm_replayssm.runtime.speculative.base import Drafter, ModelDrafter
 from trtllm_replayssm.runtime.step import StepPlan
 
 
@@ -137,6 +137,11 @@ class DecodeLoop:
             with suppress(Exception):  # it may be the drafter that has failed
                 self.end(request, "error", error)
         return unfinished
+
+    def close(self) -> None:
+        """Release what the drafter holds on the device."""
+        if isinstance(self._drafter, ModelDrafter):
+            self._drafter.close()
 
     def _turn_over(self) -> None:
         preempted, admitted = self._scheduler.admit()

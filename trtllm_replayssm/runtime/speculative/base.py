@@ -38,6 +38,15 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that holds device memory."""
+
+    def close(self) -> None:
+        """Release it; the drafter is not used again."""
+        ...
+
+
 class NoDrafter:
     """Plain decoding: one token a step."""
 

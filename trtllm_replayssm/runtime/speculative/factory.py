@@ -1,0 +1,121 @@
+"""From a user's wish for speculation to a drafter."""
+
+from pathlib import Path
+
+from trtllm_replayssm.config import DecodingConfig, DraftTargetDecodingConfig, NGramDecodingConfig, ReplayConfig
+from trtllm_replayssm.contract import defaults, protocol
+from trtllm_replayssm.contract.geometry import EngineLimits
+from trtllm_replayssm.errors import ConfigError, ReplaySSMError
+from trtllm_replayssm.runtime import settings
+from trtllm_replayssm.runtime.executors.base import Executor
+from trtllm_replayssm.runtime.opening import open_executor
+from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
+from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
+from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
+from trtllm_replayssm.runtime.tokenizer import Tokenizer
+
+_CONFIGS = (NGramDecodingConfig, DraftTargetDecodingConfig)
+
+
+def max_draft_len(config: object, drafter: object) -> int:
+    """Return the most drafts of a step, 0 without speculation, once both wishes are of a known kind.
+
+    Args:
+        config: a ``SpeculativeConfig``, or None.
+        drafter: a ``Drafter`` of the user's own, or None.
+
+    Raises:
+        ConfigError: both are there, or one is something else.
+    """
+    if config is not None and drafter is not None:
+        raise ConfigError("drafter: found together with speculative_config; needed one of the two.")
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise ConfigError(
+            f"drafter: found {type(drafter).__name__}; needed an object with max_draft_len, begin, observe, propose "
+            f"and end."
+        )
+    if config is None:
+        return 0 if drafter is None else drafter.max_draft_len
+    if isinstance(config, _CONFIGS):
+        return config.max_draft_len
+    known = " or ".join(known.__name__ for known in _CONFIGS)
+    raise ConfigError(f"speculative_config: found {type(config).__name__}; needed {known}.")
+
+
+def make_drafter(
+    config: DecodingConfig | None,
+    drafter: Drafter | None,
+    target: Executor,
+    limits: EngineLimits,
+    tokenizer: Tokenizer | None,
+) -> Drafter:
+    """Make the drafter that ``max_draft_len`` has passed.
+
+    Args:
+        config: where drafts come from.
+        drafter: the user's own, instead.
+        target: the executor whose tokens are drafted.
+        limits: what its requests are held to.
+        tokenizer: of the target, or None.
+
+    Raises:
+        ReplaySSMError: the draft model cannot be opened, or has another vocabulary.
+    """
+    if isinstance(config, NGramDecodingConfig):
+        return NGramDrafter(config)
+    if isinstance(config, DraftTargetDecodingConfig):
+        return _draft_model(config, target, limits, tokenizer)
+    return NoDrafter() if drafter is None else drafter
+
+
+def _draft_model(
+    config: DraftTargetDecodingConfig, target: Executor, limits: EngineLimits, tokenizer: Tokenizer | None
+) -> DraftModelDrafter:
+    folder = Path(config.speculative_model)
+    window = protocol.window_length(config.max_draft_len)
+    # An engine keeps the history that it was built with; a model needs more than the default for long windows alone.
+    replay = ReplayConfig(history=window) if window > defaults.HISTORY else ReplayConfig()
+    options = settings.Options(
+        dtype="auto",
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=limits.max_seq_len,
+        max_num_tokens=None,
+        replay=replay,
+        max_draft_len=config.max_draft_len,
+    )
+    try:
+        executor, draft_limits = open_executor(folder, "auto", options, str(target.device), None)
+    except ReplaySSMError as error:
+        raise type(error)(f"speculative_model: {error.message}") from error
+    try:
+        _check_vocabulary(folder, executor, target, tokenizer)
+    except ReplaySSMError:
+        executor.close()
+        raise
+    return DraftModelDrafter(executor, draft_limits, config.max_draft_len)
+
+
+def _check_vocabulary(folder: Path, draft: Executor, target: Executor, tokenizer: Tokenizer | None) -> None:
+    """Refuse a draft model whose token ids mean something else.
+
+    Raises:
+        ConfigError: other numbers of tokens, or tokenizers with other tokens.
+    """
+    found, needed = draft.geometry.vocab_size, target.geometry.vocab_size
+    if found != needed:
+        raise ConfigError(
+            f"speculative_model: {folder}: found a vocabulary of {found} tokens; needed the target's, of {needed}. "
+            f"Name a smaller model of the same family."
+        )
+    theirs = Tokenizer.from_folder(folder)
+    if theirs is None or tokenizer is None:
+        return
+    found_ids, needed_ids = theirs.token_ids(), tokenizer.token_ids()
+    differing = sorted(t for t in found_ids.keys() | needed_ids.keys() if found_ids.get(t) != needed_ids.get(t))
+    if differing:
+        token = differing[0]
+        raise ConfigError(
+            f"speculative_model: {folder}: found a tokenizer with other ids for {len(differing)} tokens ({token!r}: "
+            f"{found_ids.get(token)}, the target's {needed_ids.get(token)}); needed the target's tokenizer. Name a "
+            f"smaller model of the same family."
+        )
