@@ -9,6 +9,7 @@ from trtllm_replayssm.errors import ConfigError, ReplaySSMError
 from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.opening import open_executor
+from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter
 from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
 from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
@@ -61,11 +62,16 @@ def make_drafter(
     Raises:
         ReplaySSMError: the draft model cannot be opened, or has another vocabulary.
     """
-    if isinstance(config, NGramDecodingConfig):
-        return NGramDrafter(config)
+    if config is None:
+        return NoDrafter() if drafter is None else drafter
+    made: Drafter
     if isinstance(config, DraftTargetDecodingConfig):
-        return _draft_model(config, target, limits, tokenizer)
-    return NoDrafter() if drafter is None else drafter
+        made = _draft_model(config, target, limits, tokenizer)
+    else:
+        assert isinstance(config, NGramDecodingConfig), "max_draft_len knows the kinds"
+        made = NGramDrafter(config)
+    is_fixed = not config.adaptive and config.max_concurrency is None and config.acceptance_rate_threshold is None
+    return made if is_fixed else AdaptiveDrafter(made, config)
 
 
 def _draft_model(
