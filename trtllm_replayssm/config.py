@@ -156,6 +156,33 @@ class DraftTargetDecodingConfig(DecodingConfig):
     speculative_model: str | Path
 
 
+class MTPDecodingConfig(DecodingConfig):
+    """Drafts from the multi-token prediction head that the model's own checkpoint has; the torch executor runs it.
+
+    Attributes:
+        max_draft_len: most draft tokens of a step; for each of them the head runs once.
+        num_nextn_predict_layers: TensorRT-LLM's older name of max_draft_len; where both are given they must agree.
+    """
+
+    max_draft_len: PositiveInt = 1
+    num_nextn_predict_layers: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, options: Any) -> Any:
+        older = options.get("num_nextn_predict_layers")
+        return options if older is None else {"max_draft_len": older, **options}
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if self.num_nextn_predict_layers not in (None, self.max_draft_len):
+            raise ValueError(
+                f"max_draft_len, num_nextn_predict_layers: found {self.max_draft_len} and "
+                f"{self.num_nextn_predict_layers}; needed one number, or one of the two"
+            )
+        return self
+
+
 class SchedulerConfig(UserOptions):
     """Whose turn it is, and how many may wait.
 
@@ -170,7 +197,7 @@ class SchedulerConfig(UserOptions):
     max_prompt_steps: PositiveInt = defaults.MAX_PROMPT_STEPS
 
 
-SpeculativeConfig = NGramDecodingConfig | DraftTargetDecodingConfig
+SpeculativeConfig = NGramDecodingConfig | DraftTargetDecodingConfig | MTPDecodingConfig
 
 
 class SamplingParams(UserOptions):

@@ -142,7 +142,7 @@ def test_every_token_may_stop_where_none_is_kept_away(llm: LLM) -> None:
 
 
 def test_generation_ends_at_max_seq_len(folder: Path) -> None:
-    for speculative in (None, NGramDecodingConfig(max_draft_len=7, adaptive=False)):
+    for speculative in (None, NGramDecodingConfig(max_draft_len=7)):
         small = LLM(folder, device="cpu", max_seq_len=32, speculative_config=speculative)
         output = small.generate([5, 6] * 10, RULES.model_copy(update={"max_tokens": 500}))
         assert len(output.outputs[0].token_ids) == 12
@@ -184,9 +184,8 @@ def test_a_folder_without_a_tokenizer_works_with_token_ids_alone(tmp_path: Path)
 
 
 def test_an_interrupted_call_leaves_free_slots_and_no_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(
-        folder, device="cpu", max_batch_size=2, max_seq_len=64, speculative_config=NGramDecodingConfig(adaptive=False)
-    )
+    drafts = NGramDecodingConfig(adaptive=False)
+    llm = LLM(folder, device="cpu", max_batch_size=2, max_seq_len=64, speculative_config=drafts)
     expected = [output.outputs for output in llm.generate([[5], [6, 7], [8]], RULES)]
     run, calls = llm._executor.step, []
 
@@ -378,7 +377,7 @@ def test_metrics_count_tokens_steps_and_flushes_of_a_plain_run(folder: Path) -> 
 
 
 def test_a_pattern_that_repeats_is_drafted_and_saves_steps(folder: Path) -> None:
-    llm = LLM(folder, device="cpu", speculative_config=NGramDecodingConfig(max_draft_len=3, adaptive=False))
+    llm = LLM(folder, device="cpu", speculative_config=NGramDecodingConfig(max_draft_len=3))
     llm.generate([[7, 8, 9] * 6], RULES)
     counted = llm.metrics()
     assert counted["num_draft_tokens"] > 0

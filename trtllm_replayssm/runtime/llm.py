@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from trtllm_replayssm.config import (
     CudaGraphConfig,
     KvCacheConfig,
+    MTPDecodingConfig,
     ReplayConfig,
     SamplingParams,
     SchedulerConfig,
@@ -102,6 +103,7 @@ class LLM:
             max_num_tokens=max_num_tokens,
             replay=ReplayConfig() if replay is None else replay,
             max_draft_len=max_draft_len,
+            returns_hidden_states=isinstance(speculative_config, MTPDecodingConfig),
             kv_cache_config=KvCacheConfig() if kv_cache_config is None else kv_cache_config,
             cuda_graph_config=cuda_graph_config,
         )
@@ -109,7 +111,9 @@ class LLM:
         self._executor, self._limits = open_executor(folder, executor, options, str(device), weights)
         _LOGGER.info("memory of %s: %s", self.device, self.memory_plan.summary())
         self._tokenizer = Tokenizer.from_folder(folder)
-        self._drafter = factory.make_drafter(speculative_config, drafter, self._executor, self._limits, self._tokenizer)
+        self._drafter = factory.make_drafter(
+            speculative_config, drafter, self._executor, self._limits, self._tokenizer, folder, weights
+        )
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(
             self.geometry, self._executor.replay, is_conventional=self._executor.is_conventional

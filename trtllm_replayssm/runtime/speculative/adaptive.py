@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from trtllm_replayssm.config import DecodingConfig
-from trtllm_replayssm.runtime.speculative.base import Drafter, ModelDrafter
+from trtllm_replayssm.runtime.speculative.base import Drafter, HiddenStateDrafter, ModelDrafter
 from trtllm_replayssm.runtime.speculative.policy import SpeculationPolicy
 
 
@@ -118,3 +118,9 @@ class AdaptiveDrafter:
         self._counts = (num_drafts + len(drafts), num_all_accepted + num_accepted)
         if self._policy is not None:
             self._policy.record_drafts(request_id, self._wanted[request_id], len(drafts), num_accepted)
+
+
+def hidden_state_drafter(drafter: Drafter) -> HiddenStateDrafter | None:
+    """Return the drafter that reads the model's hidden states, were it an adaptive one's; None where none does."""
+    inner = drafter.drafter if isinstance(drafter, AdaptiveDrafter) else drafter
+    return inner if isinstance(inner, HiddenStateDrafter) else None

@@ -2,20 +2,27 @@
 
 from pathlib import Path
 
-from trtllm_replayssm.config import DecodingConfig, DraftTargetDecodingConfig, NGramDecodingConfig, ReplayConfig
+from trtllm_replayssm.config import (
+    DecodingConfig,
+    DraftTargetDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    ReplayConfig,
+)
 from trtllm_replayssm.contract import defaults, protocol
 from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.errors import ConfigError, ReplaySSMError
 from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.executors.base import Executor
-from trtllm_replayssm.runtime.opening import open_executor
+from trtllm_replayssm.runtime.opening import open_executor, open_mtp_head
 from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter
 from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
+from trtllm_replayssm.runtime.speculative.mtp import MtpDrafter
 from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
-_CONFIGS = (NGramDecodingConfig, DraftTargetDecodingConfig)
+_CONFIGS = (NGramDecodingConfig, DraftTargetDecodingConfig, MTPDecodingConfig)
 
 
 def max_draft_len(config: object, drafter: object) -> int:
@@ -39,7 +46,7 @@ def max_draft_len(config: object, drafter: object) -> int:
         return 0 if drafter is None else drafter.max_draft_len
     if isinstance(config, _CONFIGS):
         return config.max_draft_len
-    known = " or ".join(known.__name__ for known in _CONFIGS)
+    known = ", ".join(known.__name__ for known in _CONFIGS)
     raise ConfigError(f"speculative_config: found {type(config).__name__}; needed {known}.")
 
 
@@ -49,6 +56,8 @@ def make_drafter(
     target: Executor,
     limits: EngineLimits,
     tokenizer: Tokenizer | None,
+    folder: Path,
+    checkpoint_dir: Path | None,
 ) -> Drafter:
     """Make the drafter that ``max_draft_len`` has passed.
 
@@ -58,15 +67,19 @@ def make_drafter(
         target: the executor whose tokens are drafted.
         limits: what its requests are held to.
         tokenizer: of the target, or None.
+        folder: the target's folder.
+        checkpoint_dir: where its weights are, if not there.
 
     Raises:
-        ReplaySSMError: the draft model cannot be opened, or has another vocabulary.
+        ReplaySSMError: the draft model cannot be opened or has another vocabulary, or the target has no head.
     """
     if config is None:
         return NoDrafter() if drafter is None else drafter
     made: Drafter
     if isinstance(config, DraftTargetDecodingConfig):
         made = _draft_model(config, target, limits, tokenizer)
+    elif isinstance(config, MTPDecodingConfig):
+        made = MtpDrafter(open_mtp_head(folder, checkpoint_dir, target), config.max_draft_len)
     else:
         assert isinstance(config, NGramDecodingConfig), "max_draft_len knows the kinds"
         made = NGramDrafter(config)
