@@ -184,8 +184,7 @@ def test_a_folder_without_a_tokenizer_works_with_token_ids_alone(tmp_path: Path)
 
 
 def test_an_interrupted_call_leaves_free_slots_and_no_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = NGramDecodingConfig(adaptive=False)
-    llm = LLM(folder, device="cpu", max_batch_size=2, max_seq_len=64, speculative_config=drafts)
+    llm = LLM(folder, device="cpu", max_batch_size=2, speculative_config=NGramDecodingConfig(adaptive=False))
     expected = [output.outputs for output in llm.generate([[5], [6, 7], [8]], RULES)]
     run, calls = llm._executor.step, []
 
