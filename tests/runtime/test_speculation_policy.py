@@ -206,6 +206,30 @@ def test_the_drafter_sees_the_clock() -> None:
     assert len(inner.seen) == 400
 
 
+@pytest.mark.parametrize("is_free", [False, True])
+def test_what_is_not_found_costs_a_free_drafter_nothing(is_free: bool) -> None:
+    """Drafts are found in one step of ten; there they pay, and only a drafter that is asked first misses them."""
+
+    class Rare(AlwaysRight):
+        def propose(self, limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+            found = super().propose(limits)
+            return found if len(self.asked) % 10 == 0 else {}
+
+    inner = Rare()
+    drafter = AdaptiveDrafter(inner, NGramDecodingConfig(), is_free=is_free)
+    taken: list[int] = []
+    propose = drafter.propose
+
+    def counted(limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        drafts = propose(limits)
+        taken.append(len(drafts[0]))
+        return drafts
+
+    drafter.propose = counted  # type: ignore[method-assign]
+    drive(drafter, 400, accept=True, seconds=lambda batch, length: 1.0 + 0.5 * length)
+    assert (taken.count(LONGEST) >= 38) == is_free
+
+
 def test_a_threshold_ends_speculation() -> None:
     config = NGramDecodingConfig(adaptive=False, acceptance_rate_window_size=5, acceptance_rate_threshold=0.1)
     inner = AlwaysRight()

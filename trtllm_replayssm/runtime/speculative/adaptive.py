@@ -41,14 +41,21 @@ class AdaptiveDrafter:
     Args:
         drafter: whose drafts these are.
         config: what is to be adapted, and within which bounds.
+        is_free: drafts cost nothing to make, so that all are made and then as many taken as pay.
         clock: seconds, as ``time.perf_counter``.
     """
 
     def __init__(
-        self, drafter: Drafter, config: DecodingConfig, clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: Drafter,
+        config: DecodingConfig,
+        *,
+        is_free: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.max_draft_len = drafter.max_draft_len
         self.drafter = drafter
+        self._is_free = is_free
         self._policy = SpeculationPolicy() if config.adaptive else None
         self._max_concurrency = config.max_concurrency
         self._gate: AcceptanceGate | None = None
@@ -70,8 +77,12 @@ class AdaptiveDrafter:
             self._gate.add(*self._counts)
         self._counts = (0, 0)
         self._started = self._clock()
-        self._wanted = self._lengths(limits)
-        found = self.drafter.propose(self._wanted)
+        if self._is_free:
+            found = self.drafter.propose(limits)
+            self._wanted = self._lengths({i: min(limit, len(found.get(i, ()))) for i, limit in limits.items()})
+        else:
+            self._wanted = self._lengths(limits)
+            found = self.drafter.propose(self._wanted)
         self._drafts = {i: tuple(found.get(i, ()))[:wanted] for i, wanted in self._wanted.items()}
         return self._drafts
 

@@ -84,7 +84,7 @@ def make_drafter(
         assert isinstance(config, NGramDecodingConfig), "max_draft_len knows the kinds"
         made = NGramDrafter(config)
     is_fixed = not config.adaptive and config.max_concurrency is None and config.acceptance_rate_threshold is None
-    return made if is_fixed else AdaptiveDrafter(made, config)
+    return made if is_fixed else AdaptiveDrafter(made, config, is_free=isinstance(config, NGramDecodingConfig))
 
 
 def _draft_model(
