@@ -111,9 +111,8 @@ class LLM:
         self._executor, self._limits = open_executor(folder, executor, options, str(device), weights)
         _LOGGER.info("memory of %s: %s", self.device, self.memory_plan.summary())
         self._tokenizer = Tokenizer.from_folder(folder)
-        self._drafter = factory.make_drafter(
-            speculative_config, drafter, self._executor, self._limits, self._tokenizer, folder, weights
-        )
+        target = factory.Target(self._executor, self._limits, options, self._tokenizer, folder, weights)
+        self._drafter = factory.make_drafter(speculative_config, drafter, target)
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(
             self.geometry, self._executor.replay, is_conventional=self._executor.is_conventional

@@ -1,5 +1,6 @@
 """From a user's wish for speculation to a drafter."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_replayssm.config import (
@@ -50,25 +51,34 @@ def max_draft_len(config: object, drafter: object) -> int:
     raise ConfigError(f"speculative_config: found {type(config).__name__}; needed {known}.")
 
 
-def make_drafter(
-    config: DecodingConfig | None,
-    drafter: Drafter | None,
-    target: Executor,
-    limits: EngineLimits,
-    tokenizer: Tokenizer | None,
-    folder: Path,
-    checkpoint_dir: Path | None,
-) -> Drafter:
+@dataclass(frozen=True)
+class Target:
+    """The model whose tokens are drafted.
+
+    Attributes:
+        executor: runs it.
+        limits: what its requests are held to.
+        options: how it was opened.
+        tokenizer: of its folder, or None.
+        folder: where it is.
+        checkpoint_dir: where its weights are, if not there.
+    """
+
+    executor: Executor
+    limits: EngineLimits
+    options: settings.Options
+    tokenizer: Tokenizer | None
+    folder: Path
+    checkpoint_dir: Path | None
+
+
+def make_drafter(config: DecodingConfig | None, drafter: Drafter | None, target: Target) -> Drafter:
     """Make the drafter that ``max_draft_len`` has passed.
 
     Args:
         config: where drafts come from.
         drafter: the user's own, instead.
-        target: the executor whose tokens are drafted.
-        limits: what its requests are held to.
-        tokenizer: of the target, or None.
-        folder: the target's folder.
-        checkpoint_dir: where its weights are, if not there.
+        target: whose tokens are drafted.
 
     Raises:
         ReplaySSMError: the draft model cannot be opened or has another vocabulary, or the target has no head.
@@ -77,9 +87,9 @@ def make_drafter(
         return NoDrafter() if drafter is None else drafter
     made: Drafter
     if isinstance(config, DraftTargetDecodingConfig):
-        made = _draft_model(config, target, limits, tokenizer)
+        made = _draft_model(config, target)
     elif isinstance(config, MTPDecodingConfig):
-        made = MtpDrafter(open_mtp_head(folder, checkpoint_dir, target), config.max_draft_len)
+        made = MtpDrafter(open_mtp_head(target.folder, target.checkpoint_dir, target.executor), config.max_draft_len)
     else:
         assert isinstance(config, NGramDecodingConfig), "max_draft_len knows the kinds"
         made = NGramDrafter(config)
@@ -87,46 +97,44 @@ def make_drafter(
     return made if is_fixed else AdaptiveDrafter(made, config, is_free=isinstance(config, NGramDecodingConfig))
 
 
-def _draft_model(
-    config: DraftTargetDecodingConfig, target: Executor, limits: EngineLimits, tokenizer: Tokenizer | None
-) -> DraftModelDrafter:
+def _draft_model(config: DraftTargetDecodingConfig, target: Target) -> DraftModelDrafter:
     folder = Path(config.speculative_model)
     window = protocol.window_length(config.max_draft_len)
-    # An engine keeps the history that it was built with; a model needs more than the default for long windows alone.
-    replay = ReplayConfig(history=window) if window > defaults.HISTORY else ReplayConfig()
     options = settings.Options(
         dtype="auto",
-        max_batch_size=limits.max_batch_size,
-        max_seq_len=limits.max_seq_len,
+        max_batch_size=target.limits.max_batch_size,
+        max_seq_len=target.limits.max_seq_len,
         max_num_tokens=None,
-        replay=replay,
+        # An engine keeps the history that it was built with; a model needs more than the default for long windows.
+        replay=ReplayConfig(history=window) if window > defaults.HISTORY else ReplayConfig(),
         max_draft_len=config.max_draft_len,
+        cuda_graph_config=target.options.cuda_graph_config,
     )
     try:
-        executor, draft_limits = open_executor(folder, "auto", options, str(target.device), None)
+        executor, limits = open_executor(folder, "auto", options, str(target.executor.device), None)
     except ReplaySSMError as error:
         raise type(error)(f"speculative_model: {error.message}") from error
     try:
-        _check_vocabulary(folder, executor, target, tokenizer)
+        _check_vocabulary(folder, executor, target)
     except ReplaySSMError:
         executor.close()
         raise
-    return DraftModelDrafter(executor, draft_limits, config.max_draft_len)
+    return DraftModelDrafter(executor, limits, config.max_draft_len)
 
 
-def _check_vocabulary(folder: Path, draft: Executor, target: Executor, tokenizer: Tokenizer | None) -> None:
+def _check_vocabulary(folder: Path, draft: Executor, target: Target) -> None:
     """Refuse a draft model whose token ids mean something else.
 
     Raises:
         ConfigError: other numbers of tokens, or tokenizers with other tokens.
     """
-    found, needed = draft.geometry.vocab_size, target.geometry.vocab_size
+    found, needed = draft.geometry.vocab_size, target.executor.geometry.vocab_size
     if found != needed:
         raise ConfigError(
             f"speculative_model: {folder}: found a vocabulary of {found} tokens; needed the target's, of {needed}. "
             f"Name a smaller model of the same family."
         )
-    theirs = Tokenizer.from_folder(folder)
+    theirs, tokenizer = Tokenizer.from_folder(folder), target.tokenizer
     if theirs is None or tokenizer is None:
         return
     found_ids, needed_ids = theirs.token_ids(), tokenizer.token_ids()

@@ -15,6 +15,7 @@ from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
 from trtllm_replayssm.runtime.inputs import PADDING_SLOT
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import RowPlan, StepInputs, StepOutputs, StepPlan, Verdict
+from trtllm_replayssm.runtime.transfer import to_device
 
 
 class MtpDrafter:
@@ -44,28 +45,31 @@ class MtpDrafter:
     ) -> None:
         """Read a step's hidden states; ``slots`` has the lengths before it is committed."""
         assert outputs.hidden_states is not None, "the executor was made to return hidden states"
-        host = np.zeros((plan.num_rows, plan.window + 3), dtype=np.int32)
-        host[:, -1] = PADDING_SLOT
+        num_rows, window = plan.num_rows, plan.window
+        buffer = np.zeros((window + 3) * num_rows, dtype=np.int32)
+        following = buffer[: window * num_rows].reshape(num_rows, window)
+        counters = buffer[window * num_rows :].reshape(3, num_rows)
+        counters[2] = PADDING_SLOT
         for row, verdict in zip(plan.rows, verdicts, strict=True):
             past, count = int(slots.past_lengths[row.slot]), verdict.num_accepted_tokens
             place = row.slot - plan.first_slot
-            host[place, :count] = _following(row, verdict, past)
-            host[place, -3:] = past, count, row.slot
+            following[place, :count] = _following(row, verdict, past)
+            counters[:, place] = past, count, row.slot
             self._places[row.request.request_id] = (row.slot, past + count)
-        fed = torch.from_numpy(host).to(self._executor.device)
-        token_ids, past_lengths, num_tokens, slot_ids = fed[:, :-3], fed[:, -3], fed[:, -2], fed[:, -1]
+        fed = to_device(buffer, self._executor.device)
+        past_lengths, num_tokens, slot_ids = fed[window * num_rows :].view(3, num_rows)
         hidden = self._executor.step(
-            token_ids,
+            fed[: window * num_rows].view(num_rows, window),
             outputs.hidden_states,
             past_lengths,
             num_tokens,
             slot_ids,
             first_slot=plan.first_slot,
-            key_length=inputs.max_past_length + plan.window,
+            key_length=inputs.max_past_length + window,
         )
-        rows = torch.arange(plan.num_rows, device=hidden.device)
+        rows = torch.arange(num_rows, device=hidden.device)
         last = hidden[rows, (num_tokens - 1).clamp(min=0)]
-        kept = self._last_hidden[plan.first_slot : plan.first_slot + plan.num_rows]
+        kept = self._last_hidden[plan.first_slot : plan.first_slot + num_rows]
         kept.copy_(torch.where((slot_ids >= 0)[:, None], last, kept))
 
     def propose(self, limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
@@ -79,7 +83,7 @@ class MtpDrafter:
         for request_id in wanted:
             slot, length = self._places[request_id]
             host[:, slot] = length, 1, slot
-        past_lengths, num_tokens, slot_ids = torch.from_numpy(host).to(self._executor.device)
+        past_lengths, num_tokens, slot_ids = to_device(host.ravel(), self._executor.device).view(3, num_rows)
         longest, key_length = max(wanted.values()), 1 + int(host[0].max())
         hidden = self._last_hidden[:num_rows]
         drafts = [self._executor.choose(hidden)]
