@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from trtllm_replayssm.config import (
     CudaGraphConfig,
     KvCacheConfig,
-    MTPDecodingConfig,
     ReplayConfig,
     SamplingParams,
     SchedulerConfig,
@@ -103,7 +102,7 @@ class LLM:
             max_num_tokens=max_num_tokens,
             replay=ReplayConfig() if replay is None else replay,
             max_draft_len=max_draft_len,
-            returns_hidden_states=isinstance(speculative_config, MTPDecodingConfig),
+            returns_hidden_states=factory.reads_hidden_states(speculative_config, drafter),
             kv_cache_config=KvCacheConfig() if kv_cache_config is None else kv_cache_config,
             cuda_graph_config=cuda_graph_config,
         )

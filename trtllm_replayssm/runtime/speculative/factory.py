@@ -17,7 +17,7 @@ from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.opening import open_executor, open_mtp_head
 from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter
-from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
+from trtllm_replayssm.runtime.speculative.base import Drafter, HiddenStateDrafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
 from trtllm_replayssm.runtime.speculative.mtp import MtpDrafter
 from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
@@ -49,6 +49,11 @@ def max_draft_len(config: object, drafter: object) -> int:
         return config.max_draft_len
     known = ", ".join(known.__name__ for known in _CONFIGS)
     raise ConfigError(f"speculative_config: found {type(config).__name__}; needed {known}.")
+
+
+def reads_hidden_states(config: object, drafter: object) -> bool:
+    """Say whether the drafts to come are made of the model's hidden states."""
+    return isinstance(config, MTPDecodingConfig) or isinstance(drafter, HiddenStateDrafter)
 
 
 @dataclass(frozen=True)
