@@ -20,7 +20,8 @@ WORK = ROOT / ".demo"
 CHECKPOINT = WORK / "checkpoint"
 ENGINE = WORK / "engine"
 HISTORY = 16
-SPECULATION = NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=3)
+# Not adaptive: what is counted should not depend on the machine's speed.
+SPECULATION = NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=3, adaptive=False)
 # They end within a line: the model's tokenizer joins a line feed to the indentation after it.
 PROMPTS = [
     "def get(self, key, default=None):\n    try:",

@@ -14,7 +14,9 @@ from trtllm_replayssm.errors import ReplaySSMError
 if TYPE_CHECKING:
     from trtllm_replayssm.config import (
         CudaGraphConfig,
+        DraftTargetDecodingConfig,
         KvCacheConfig,
+        MTPDecodingConfig,
         NGramDecodingConfig,
         ReplayConfig,
         SamplingParams,
@@ -36,8 +38,10 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "CudaGraphConfig",
+    "DraftTargetDecodingConfig",
     "KvCacheConfig",
     "Logprob",
+    "MTPDecodingConfig",
     "NGramDecodingConfig",
     "ReplayConfig",
     "ReplaySSMError",
@@ -50,7 +54,9 @@ __all__ = [
 
 _LAZY = {
     "CudaGraphConfig": "trtllm_replayssm.config",
+    "DraftTargetDecodingConfig": "trtllm_replayssm.config",
     "KvCacheConfig": "trtllm_replayssm.config",
+    "MTPDecodingConfig": "trtllm_replayssm.config",
     "NGramDecodingConfig": "trtllm_replayssm.config",
     "ReplayConfig": "trtllm_replayssm.config",
     "SamplingParams": "trtllm_replayssm.config",

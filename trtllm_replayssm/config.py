@@ -1,5 +1,6 @@
 """What a user sets: sampling, replay and speculation. Frozen; an unknown key is an error."""
 
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -101,16 +102,85 @@ class CudaGraphConfig(UserOptions):
         return self
 
 
-class NGramDecodingConfig(UserOptions):
-    """Prompt-lookup drafts: continue the latest earlier occurrence of the sequence's last tokens.
+class DecodingConfig(UserOptions):
+    """What every kind of speculation has.
+
+    Drafts never change what is generated: see ``runtime.acceptance``. They cost time, though, and where they cost more
+    than they save, fewer or none are taken.
 
     Attributes:
         max_draft_len: most draft tokens of a step.
-        max_matching_ngram_size: longest suffix to look up; shorter ones are tried next, down to one token.
+        adaptive: fit the draft length of each request to how many of its drafts were accepted, and of each step to the
+            measured times of steps with and without drafts, down to none; False always takes max_draft_len.
+        max_concurrency: most requests running at a time with which drafts are made; None for any number.
+        acceptance_rate_window_size: steps with drafts over which the acceptance rate is watched.
+        acceptance_rate_threshold: where the accepted share of the drafts of the last acceptance_rate_window_size steps
+            falls below it, speculation stays off. Needs acceptance_rate_window_size, and the other way round.
     """
 
     max_draft_len: PositiveInt = 4
+    adaptive: bool = True
+    max_concurrency: PositiveInt | None = None
+    acceptance_rate_window_size: PositiveInt | None = None
+    acceptance_rate_threshold: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+
+    @model_validator(mode="after")
+    def _window_and_threshold(self) -> Self:
+        window, threshold = self.acceptance_rate_window_size, self.acceptance_rate_threshold
+        if (window is None) != (threshold is None):
+            raise ValueError(
+                f"acceptance_rate_window_size, acceptance_rate_threshold: found {window} and {threshold}; needed both "
+                f"or neither"
+            )
+        return self
+
+
+class NGramDecodingConfig(DecodingConfig):
+    """Prompt-lookup drafts: continue the latest earlier occurrence of the sequence's last tokens.
+
+    Attributes:
+        max_matching_ngram_size: longest suffix to look up; shorter ones are tried next, down to one token.
+    """
+
     max_matching_ngram_size: PositiveInt = 3
+
+
+class DraftTargetDecodingConfig(DecodingConfig):
+    """Drafts from a smaller model with the same tokenizer.
+
+    Attributes:
+        speculative_model: the draft model: a Hugging Face folder, a rank checkpoint or an engine folder that was built
+            for at least max_draft_len drafts.
+    """
+
+    speculative_model: str | Path
+
+
+class MTPDecodingConfig(DecodingConfig):
+    """Drafts from the multi-token prediction head that the model's own checkpoint has; the torch executor runs it.
+
+    Attributes:
+        max_draft_len: most draft tokens of a step; for each of them the head runs once.
+        num_nextn_predict_layers: TensorRT-LLM's older name of max_draft_len; where both are given they must agree.
+    """
+
+    max_draft_len: PositiveInt = 1
+    num_nextn_predict_layers: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, options: Any) -> Any:
+        older = options.get("num_nextn_predict_layers")
+        return options if older is None else {"max_draft_len": older, **options}
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if self.num_nextn_predict_layers not in (None, self.max_draft_len):
+            raise ValueError(
+                f"max_draft_len, num_nextn_predict_layers: found {self.max_draft_len} and "
+                f"{self.num_nextn_predict_layers}; needed one number, or one of the two"
+            )
+        return self
 
 
 class SchedulerConfig(UserOptions):
@@ -127,7 +197,7 @@ class SchedulerConfig(UserOptions):
     max_prompt_steps: PositiveInt = defaults.MAX_PROMPT_STEPS
 
 
-SpeculativeConfig = NGramDecodingConfig
+SpeculativeConfig = NGramDecodingConfig | DraftTargetDecodingConfig | MTPDecodingConfig
 
 
 class SamplingParams(UserOptions):

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from trtllm_replayssm.contract.geometry import ActivationDtype, ModelGeometry
+from trtllm_replayssm.contract.geometry import ActivationDtype, ModelGeometry, MtpGeometry
 from trtllm_replayssm.errors import ConfigError, UnsupportedError, validation_text
 
 DTYPES: tuple[str, ...] = get_args(ActivationDtype)
@@ -19,10 +19,12 @@ class HfConfig:
     Attributes:
         geometry: the model's shape; ``tie_word_embeddings`` as the file has it.
         use_conv_bias: whether the checkpoint stores a bias of the convolution.
+        mtp: the multi-token prediction head that it may store, or in words why that cannot be run.
     """
 
     geometry: ModelGeometry
     use_conv_bias: bool
+    mtp: MtpGeometry | str
 
 
 @dataclass(frozen=True)

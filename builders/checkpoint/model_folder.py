@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,6 +12,7 @@ from trtllm_replayssm.builders.checkpoint import hf_config, index, rank_checkpoi
 from trtllm_replayssm.builders.checkpoint.hf_reader import checked_dtype
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.manifest import MANIFEST_FILE, read_manifest
+from trtllm_replayssm.contract.tensors import TensorSpec, mtp_weight_specs, weight_specs
 from trtllm_replayssm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,14 +43,21 @@ class ModelFolder:
         return rank_checkpoint.has_weights(self.path)
 
     def load_weights(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Load the weights under their rank checkpoint names, converting a Hugging Face folder on the way.
+        """Load the model's weights under their rank checkpoint names, converting a Hugging Face folder on the way.
 
         Raises:
             CheckpointError: they are absent, damaged or not those of the model.
         """
+        return self._load(weight_specs(self.geometry), device)
+
+    def load_mtp_weights(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """Load the weights of the multi-token prediction head, as ``load_weights``; none for a model without one."""
+        return self._load(mtp_weight_specs(self.geometry), device)
+
+    def _load(self, wanted: Sequence[TensorSpec], device: torch.device | str) -> dict[str, torch.Tensor]:
         if self.kind == "huggingface":
-            return {name: t.to(device) for name, t in source.stream_weights(self.path, self.geometry)}
-        return rank_checkpoint.load_weights(self.path, self.geometry, device)
+            return {name: t.to(device) for name, t in source.stream_weights(self.path, self.geometry, wanted)}
+        return rank_checkpoint.load_weights(self.path, self.geometry, device, wanted)
 
 
 def open_model_folder(folder: Path | str, dtype: str | None = None) -> ModelFolder:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trtllm_replayssm.builders.checkpoint.index import SOURCE_DTYPE_BYTES, SourceTensor
 from trtllm_replayssm.contract.geometry import ModelGeometry
-from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
+from trtllm_replayssm.contract.tensors import TensorSpec, checkpoint_specs, mtp_weight_specs
 from trtllm_replayssm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Naming:
         embedding: plain name of the embedding.
         output_matrix: plain name of the output matrix.
         parts: target and model -> what the target is made of.
+        mtp: pattern of the plain name of a multi-token prediction head's tensor.
         ignored: pattern of a plain name -> why such a tensor is left out.
     """
 
@@ -50,6 +51,7 @@ class Naming:
     embedding: str
     output_matrix: str
     parts: Callable[[TensorSpec, ModelGeometry], Parts]
+    mtp: re.Pattern[str]
     ignored: tuple[tuple[re.Pattern[str], str], ...]
 
     def plain_name(self, stored: str) -> str:
@@ -123,7 +125,7 @@ def make_recipes(
         use_conv_bias: whether convolution biases are stored; zeros stand in for them otherwise.
 
     Returns:
-        The recipes in the order of ``weight_specs``, and the ignored tensors with the reasons.
+        The recipes in the order of ``checkpoint_specs``, and the ignored tensors with the reasons.
 
     Raises:
         CheckpointError: missing, unexpected, doubled, misshapen or mistyped tensors: all of them in one message.
@@ -134,7 +136,7 @@ def make_recipes(
         Recipe(spec, (), concatenate)
         if spec.name.endswith(".conv1d.bias") and not use_conv_bias
         else _make_recipe(spec, naming.parts(spec, geometry), stored, problems)
-        for spec in weight_specs(geometry)
+        for spec in checkpoint_specs(geometry)
     ]
     used = {source.name for recipe in recipes for source in recipe.sources}
     ignored: dict[str, str] = {}
@@ -149,6 +151,23 @@ def make_recipes(
     if problems:
         raise CheckpointError(_list(problems))
     return tuple(recipes), ignored
+
+
+def mtp_problems(geometry: ModelGeometry, index: Mapping[str, SourceTensor], naming: Naming) -> list[str] | None:
+    """Say what a multi-token prediction head lacks, nothing if it is whole; None where no tensor of one is stored.
+
+    Args:
+        geometry: of the model with the head.
+        index: the stored tensors.
+        naming: how they are named.
+    """
+    stored = {naming.plain_name(source.name): source for source in index.values()}
+    if not any(naming.mtp.search(name) for name in stored):
+        return None
+    problems: list[str] = []
+    for spec in mtp_weight_specs(geometry):
+        _make_recipe(spec, naming.parts(spec, geometry), stored, problems)
+    return problems
 
 
 def _list(problems: list[str], limit: int = 20) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from trtllm_replayssm.builders.checkpoint.hf_config import read_json
 from trtllm_replayssm.builders.checkpoint.names import cast
 from trtllm_replayssm.contract.geometry import ModelGeometry
 from trtllm_replayssm.contract.manifest import CONFIG_FILE, WEIGHTS_FILE
-from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
+from trtllm_replayssm.contract.tensors import TensorSpec, checkpoint_specs
 from trtllm_replayssm.errors import CheckpointError, UnsupportedError, validation_text
 
 if TYPE_CHECKING:
@@ -130,7 +130,12 @@ def has_weights(folder: Path) -> bool:
     return (folder / WEIGHTS_FILE).is_file()
 
 
-def load_weights(folder: Path, geometry: ModelGeometry, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+def load_weights(
+    folder: Path,
+    geometry: ModelGeometry,
+    device: torch.device | str = "cpu",
+    wanted: Sequence[TensorSpec] | None = None,
+) -> dict[str, torch.Tensor]:
     """Load rank 0's weights; on the CPU they are mapped from the file, not copied.
 
     Args:
@@ -138,22 +143,24 @@ def load_weights(folder: Path, geometry: ModelGeometry, device: torch.device | s
         geometry: the model; it decides which tensors, shapes and types are needed. The fp32 constants of the
             recurrence stay fp32.
         device: where to load.
+        wanted: some of ``checkpoint_specs``; None for all.
 
     Returns:
-        Name -> tensor, in the order of ``weight_specs``.
+        Name -> tensor, in the order of ``checkpoint_specs``.
 
     Raises:
         CheckpointError: the file is absent or damaged, or its tensors are not those of the model.
     """
     path = folder / WEIGHTS_FILE
-    specs = weight_specs(geometry)
+    specs = checkpoint_specs(geometry)
     if not path.is_file():
         raise CheckpointError(f"{path}: found nothing; needed the weights. Name the rank checkpoint they are in.")
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
             _check_complete(path, specs, shapes)
-            return {spec.name: cast(file.get_tensor(spec.name), spec.dtype, spec.name) for spec in specs}
+            chosen = specs if wanted is None else wanted
+            return {spec.name: cast(file.get_tensor(spec.name), spec.dtype, spec.name) for spec in chosen}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error}). Copy or convert it again.") from error
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_replayssm.builders.checkpoint.families import nemotron_h_names, qwen_names
+from trtllm_replayssm.builders.checkpoint.families import nemotron_h_names, qwen_names, reasons
 from trtllm_replayssm.builders.checkpoint.hf_config import read_hf_config
 from trtllm_replayssm.builders.checkpoint.index import SourceTensor, read_index
-from trtllm_replayssm.builders.checkpoint.names import Naming, Recipe, make_recipes
-from trtllm_replayssm.contract.geometry import Architecture, ModelGeometry
-from trtllm_replayssm.contract.tensors import TensorSpec, weight_specs
+from trtllm_replayssm.builders.checkpoint.names import Naming, Recipe, make_recipes, mtp_problems
+from trtllm_replayssm.contract.geometry import Architecture, ModelGeometry, MtpGeometry
+from trtllm_replayssm.contract.tensors import TensorSpec, checkpoint_specs
 from trtllm_replayssm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class CheckpointSource:
 
     Attributes:
         folder: the Hugging Face folder.
-        geometry: the model, with ``tie_word_embeddings`` as the weights have it.
-        recipes: one per target, in the order of ``weight_specs``.
+        geometry: the model, with ``tie_word_embeddings`` and ``mtp`` as the weights have them.
+        recipes: one per target, in the order of ``checkpoint_specs``.
         ignored: tensors left out on purpose, with the reason.
         notes: what a user should know about the conversion.
     """
@@ -59,10 +59,12 @@ class CheckpointSource:
         """The stored tensors that the recipes read."""
         return tuple(source for recipe in self.recipes for source in recipe.sources)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every target's name and values, one in memory at a time."""
+    def tensors(self, wanted: Sequence[TensorSpec] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the wanted targets' names and values, all of them by default, one in memory at a time."""
+        names = None if wanted is None else {spec.name for spec in wanted}
         for recipe in self.recipes:
-            yield recipe.target.name, recipe.make()
+            if names is None or recipe.target.name in names:
+                yield recipe.target.name, recipe.make()
 
 
 def open_source(folder: Path, dtype: str | None = None) -> CheckpointSource:
@@ -81,28 +83,50 @@ def open_source(folder: Path, dtype: str | None = None) -> CheckpointSource:
     index = read_index(folder)
     naming = _NAMINGS[config.geometry.architecture]
     geometry, notes = _resolve_output_matrix(config.geometry, index, naming)
+    geometry, reason = _resolve_mtp(geometry, config.mtp, index, naming)
     recipes, ignored = make_recipes(geometry, index, naming, use_conv_bias=config.use_conv_bias)
+    if reason is not None:
+        ignored |= {name: reason for name in ignored if naming.mtp.search(naming.plain_name(name))}
     return CheckpointSource(folder, geometry, recipes, ignored, notes)
 
 
-def stream_weights(folder: Path, geometry: ModelGeometry) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_weights(
+    folder: Path, geometry: ModelGeometry, wanted: Sequence[TensorSpec] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the rank checkpoint's tensors of a Hugging Face folder without writing one; its notes are logged.
 
     Args:
         folder: the Hugging Face folder.
         geometry: as ``open_model_folder`` gave it; its ``dtype`` is the targets' type.
+        wanted: some of ``checkpoint_specs``; None for all.
 
     Raises:
         CheckpointError: the folder is incomplete, damaged, or of another shape than ``geometry``.
     """
     source = open_source(folder, geometry.dtype)
-    if weight_specs(source.geometry) != weight_specs(geometry):
+    if checkpoint_specs(source.geometry) != checkpoint_specs(geometry):
         raise CheckpointError(
             f"{folder}: found tensors of another geometry; needed those it was opened with. Open the folder anew."
         )
     for note in source.notes:
         _logger.warning("%s: %s", folder, note)
-    return source.tensors()
+    return source.tensors(wanted)
+
+
+def _resolve_mtp(
+    geometry: ModelGeometry, mtp: MtpGeometry | str, index: Mapping[str, SourceTensor], naming: Naming
+) -> tuple[ModelGeometry, str | None]:
+    """Decide whether the model has a multi-token prediction head: a folder may describe one that it does not store.
+
+    A head that cannot be run is no reason to refuse the model, which runs without. Returns the reason as well.
+    """
+    if isinstance(mtp, str):
+        return geometry, mtp
+    with_head = geometry.model_copy(update={"mtp": mtp})
+    problems = mtp_problems(with_head, index, naming)
+    if problems:
+        return geometry, reasons.MTP_INCOMPLETE.format(problems[0])
+    return (geometry if problems is None else with_head), None
 
 
 def _resolve_output_matrix(

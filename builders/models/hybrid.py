@@ -5,6 +5,7 @@ first norm, an MLP behind the second.
 """
 
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,10 +22,46 @@ from trtllm_replayssm.builders.layers.mlp import GatedMlp, Mlp
 from trtllm_replayssm.builders.layers.norm import RMSNorm
 from trtllm_replayssm.builders.layers.rotary import rotation
 from trtllm_replayssm.builders.layers.step import Step, attention_mask
-from trtllm_replayssm.contract.geometry import LayerType, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.geometry import AttentionGeometry, LayerType, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.ops.dtypes import torch_dtype
 
 Mixer = Mamba2 | GatedDeltaNet | Attention | Mlp | GatedMlp
+
+
+class Counters(NamedTuple):
+    """What the rows of a step stand for, each [B] int32; ``HybridModel.forward`` explains them."""
+
+    past_lengths: torch.Tensor
+    checkpoint_lengths: torch.Tensor
+    num_tokens: torch.Tensor
+    slot_ids: torch.Tensor
+
+
+def make_step(
+    a: AttentionGeometry | None, cache: torch.Tensor | None, counters: Counters, seq_len: int, key_length: int | None
+) -> Step:
+    """Make what the layers of one step share.
+
+    Args:
+        a: the attention, or None.
+        cache: the first key cache, [B, Hkv, capacity, hd]; None without attention layers.
+        counters: of the step.
+        seq_len: window tokens S.
+        key_length: as for ``HybridModel.forward``.
+    """
+    if cache is None or a is None:
+        return Step(*counters, 0, None, None)
+    capacity, past_lengths = cache.shape[2], counters.past_lengths
+    if key_length is None and past_lengths.device.type == "cpu" and not onnx_ops.is_exporting():
+        key_length = int(past_lengths.max()) + seq_len if len(past_lengths) else 0
+    key_length = capacity if key_length is None else min(key_length, capacity)
+    turn = None
+    if a.rope_theta is not None:
+        turn = rotation(past_lengths, seq_len, a.rotary_dim, a.rope_theta, cache.dtype)
+    if is_flash(a, cache.dtype, cache.device) and not onnx_ops.is_exporting():
+        flash = flash_step(past_lengths, counters.slot_ids, seq_len, cache, key_length)
+        return Step(*counters, key_length, None, turn, flash)
+    return Step(*counters, key_length, attention_mask(past_lengths, seq_len, key_length), turn)
 
 
 class Layer(nn.Module):
@@ -63,7 +100,7 @@ class HybridModel(nn.Module):
         self.replay = replay
         dtype = torch_dtype(geometry.dtype)
         self.embedding = Embedding(geometry.vocab_size, geometry.d_model, dtype)
-        mixers = [_mixer(kind, geometry, replay, conventional) for kind in geometry.layer_types]
+        mixers = [make_mixer(kind, geometry, replay, conventional) for kind in geometry.layer_types]
         self.layers = nn.ModuleList(Layer(mixer, geometry) for mixer in mixers)
         self.final_norm = RMSNorm(geometry.d_model, geometry.norm_eps, torch_dtype(geometry.norm_dtype))
         if not geometry.tie_word_embeddings:
@@ -104,47 +141,56 @@ class HybridModel(nn.Module):
         Returns:
             (logits [B, J, vocab_size] fp32, present states): the given states, updated in place.
         """
+        counters = Counters(past_lengths, checkpoint_lengths, num_tokens, slot_ids)
+        hidden, present = self._run_layers(input_ids, counters, states, key_length)
+        return self._head(self.final_norm(gather_positions(hidden, logits_indices)), logits), present
+
+    def forward_with_hidden_states(
+        self,
+        step_inputs: tuple[torch.Tensor, ...],
+        states: tuple[torch.Tensor, ...],
+        key_length: int,
+        logits: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step as ``forward`` does; ``step_inputs`` are its first six arguments.
+
+        Returns:
+            (logits, hidden states [B, S, d_model] behind the final norm): what a multi-token prediction head reads.
+        """
+        hidden, _ = self._run_layers(step_inputs[0], Counters(*step_inputs[1:5]), states, key_length)
+        hidden = self.final_norm(hidden)
+        return self._head(gather_positions(hidden, step_inputs[5]), logits), hidden
+
+    @property
+    def output_matrix(self) -> torch.Tensor:
+        """The matrix that turns hidden states behind the final norm into logits: [vocab_size, d_model]."""
+        head = self.embedding if self.geometry.tie_word_embeddings else self.lm_head
+        return head.weight
+
+    def _run_layers(
+        self,
+        input_ids: torch.Tensor,
+        counters: Counters,
+        states: tuple[torch.Tensor, ...],
+        key_length: int | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         assert len(states) == self.first_states[-1], f"needed {self.first_states[-1]} states, found {len(states)}"
-        step = self._step(input_ids, past_lengths, checkpoint_lengths, num_tokens, slot_ids, states, key_length)
+        cache = None if self.first_cache is None else states[self.first_cache]
+        step = make_step(self.geometry.attention, cache, counters, input_ids.shape[1], key_length)
         hidden = self.embedding(input_ids)
         present: list[torch.Tensor] = []
         for layer, (first, end) in zip(self.layers, pairwise(self.first_states), strict=True):
             hidden, updated = layer(hidden, step, states[first:end])
             present += updated
-        wanted = self.final_norm(gather_positions(hidden, logits_indices))
-        head = self.embedding if self.geometry.tie_word_embeddings else self.lm_head
-        found = functional.linear(wanted, head.weight)
-        return (found.float() if logits is None else logits.copy_(found)), tuple(present)
+        return hidden, tuple(present)
 
-    def _step(
-        self,
-        input_ids: torch.Tensor,
-        past_lengths: torch.Tensor,
-        checkpoint_lengths: torch.Tensor,
-        num_tokens: torch.Tensor,
-        slot_ids: torch.Tensor,
-        states: tuple[torch.Tensor, ...],
-        key_length: int | None,
-    ) -> Step:
-        a = self.geometry.attention
-        if self.first_cache is None or a is None:
-            return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, 0, None, None)
-        cache = states[self.first_cache]
-        capacity, seq_len = cache.shape[2], input_ids.shape[1]
-        if key_length is None and input_ids.device.type == "cpu" and not onnx_ops.is_exporting():
-            key_length = int(past_lengths.max()) + seq_len if len(past_lengths) else 0
-        key_length = capacity if key_length is None else min(key_length, capacity)
-        turn = None
-        if a.rope_theta is not None:
-            turn = rotation(past_lengths, seq_len, a.rotary_dim, a.rope_theta, cache.dtype)
-        if is_flash(a, cache.dtype, cache.device) and not onnx_ops.is_exporting():
-            flash = flash_step(past_lengths, slot_ids, seq_len, cache, key_length)
-            return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, key_length, None, turn, flash)
-        mask = attention_mask(past_lengths, seq_len, key_length)
-        return Step(past_lengths, checkpoint_lengths, num_tokens, slot_ids, key_length, mask, turn)
+    def _head(self, hidden: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+        found = functional.linear(hidden, self.output_matrix)
+        return found.float() if logits is None else logits.copy_(found)
 
 
-def _mixer(kind: LayerType, geometry: ModelGeometry, replay: ReplayGeometry, conventional: bool) -> Mixer:
+def make_mixer(kind: LayerType, geometry: ModelGeometry, replay: ReplayGeometry, conventional: bool = False) -> Mixer:
+    """Make the mixer of one layer; the arguments are those of ``HybridModel``."""
     d_model, eps, dtype = geometry.d_model, geometry.norm_eps, torch_dtype(geometry.dtype)
     if kind is LayerType.MAMBA2:
         assert geometry.mamba2 is not None

@@ -1,8 +1,7 @@
 """Which module runs which architecture."""
 
-from torch import nn
-
 from trtllm_replayssm.builders.models.hybrid import HybridModel
+from trtllm_replayssm.builders.models.mtp import MtpHead
 from trtllm_replayssm.contract.geometry import Architecture, ModelGeometry, ReplayGeometry
 
 # What tells the three apart is their geometry: which layers, and which parts these have.
@@ -13,7 +12,12 @@ MODELS: dict[Architecture, type[HybridModel]] = {
 }
 
 
-def create_model(geometry: ModelGeometry, replay: ReplayGeometry, *, conventional: bool = False) -> nn.Module:
+def create_mtp_head(geometry: ModelGeometry, replay: ReplayGeometry) -> MtpHead:
+    """Make the multi-token prediction head of a model that has one, its weights uninitialised; as ``create_model``."""
+    return MtpHead(geometry, replay)
+
+
+def create_model(geometry: ModelGeometry, replay: ReplayGeometry, *, conventional: bool = False) -> HybridModel:
     """Make the module of a model, its weights uninitialised.
 
     Args:

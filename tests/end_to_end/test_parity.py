@@ -55,7 +55,9 @@ def plain(checkpoint: Checkpoint) -> dict[tuple[int, ...], list[int]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("speculative", [None, NGramDecodingConfig(max_draft_len=3)], ids=["plain", "ngram"])
+@pytest.mark.parametrize(
+    "speculative", [None, NGramDecodingConfig(max_draft_len=3, adaptive=False)], ids=["plain", "ngram"]
+)
 def test_greedy_tokens_equal_transformers(
     checkpoints: Checkpoints, name: str, speculative: NGramDecodingConfig | None
 ) -> None:
@@ -70,7 +72,7 @@ def test_greedy_tokens_equal_transformers(
 @pytest.mark.parametrize("max_draft_len", [0, 3])
 def test_logits_equal_transformers_at_every_position(checkpoints: Checkpoints, name: str, max_draft_len: int) -> None:
     checkpoint, prompt = checkpoints[name], PROMPTS[2]
-    speculative = NGramDecodingConfig(max_draft_len=max_draft_len) if max_draft_len else None
+    speculative = NGramDecodingConfig(max_draft_len=max_draft_len, adaptive=False) if max_draft_len else None
     llm = make_llm(checkpoint.folder, speculative_config=speculative, replay=ReplayConfig(history=8))
     recorder = LogitRecorder(llm._executor)
     sequence = prompt + tokens_of(llm, [prompt], 60)[0]
@@ -88,7 +90,7 @@ def test_logits_equal_transformers_at_every_position(checkpoints: Checkpoints, n
 def test_any_history_gives_the_same_tokens(
     checkpoint: Checkpoint, plain: dict[tuple[int, ...], list[int]], history: int, max_draft_len: int
 ) -> None:
-    speculative = NGramDecodingConfig(max_draft_len=max_draft_len) if max_draft_len else None
+    speculative = NGramDecodingConfig(max_draft_len=max_draft_len, adaptive=False) if max_draft_len else None
     llm = make_llm(checkpoint.folder, replay=ReplayConfig(history=history), speculative_config=speculative)
     counter = FlushCounter(llm._executor)
     assert tokens_of(llm, PROMPTS, 70) == [plain[tuple(prompt)][:70] for prompt in PROMPTS]
@@ -132,7 +134,7 @@ def test_the_conventional_mode_gives_the_same_tokens_and_moves_more_state(
 def test_a_result_does_not_depend_on_the_batch_or_on_what_a_slot_held_before(
     checkpoint: Checkpoint, plain: dict[tuple[int, ...], list[int]]
 ) -> None:
-    llm = make_llm(checkpoint.folder, max_batch_size=2, speculative_config=NGramDecodingConfig())
+    llm = make_llm(checkpoint.folder, max_batch_size=2, speculative_config=NGramDecodingConfig(adaptive=False))
     # 30 requests over two slots: each slot is used again many times, after sequences of other lengths.
     order = [PROMPTS[i % 4] for i in range(30)]
     lengths = [1 + (7 * i) % SHORT for i in range(30)]
@@ -148,7 +150,9 @@ def test_a_converted_folder_generates_what_its_source_does(checkpoints: Checkpoi
     assert tokens_of(make_llm(converted), PROMPTS, SHORT) == tokens_of(make_llm(source), PROMPTS, SHORT)
 
 
-@pytest.mark.parametrize("speculative", [None, NGramDecodingConfig(max_draft_len=3)], ids=["plain", "ngram"])
+@pytest.mark.parametrize(
+    "speculative", [None, NGramDecodingConfig(max_draft_len=3, adaptive=False)], ids=["plain", "ngram"]
+)
 def test_sampled_tokens_depend_on_seed_and_prompt_alone(
     checkpoint: Checkpoint, speculative: NGramDecodingConfig | None
 ) -> None:

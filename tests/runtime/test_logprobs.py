@@ -81,7 +81,9 @@ def test_a_completion_has_them_for_every_token_with_and_without_speculation(fold
         own = llm.generate([5, 7, 5, 7], rules.model_copy(update={"logprobs": 0})).outputs[0]
         with pytest.raises(RequestError, match="prompt 0: found logprobs=321; needed at most 320"):
             llm.generate([5], SamplingParams(logprobs=321))
-    with LLM(folder, device="cpu", max_seq_len=64, speculative_config=NGramDecodingConfig(max_draft_len=3)) as llm:
+    with LLM(
+        folder, device="cpu", max_seq_len=64, speculative_config=NGramDecodingConfig(max_draft_len=3, adaptive=False)
+    ) as llm:
         speculative = llm.generate([5, 7, 5, 7], rules).outputs[0]
         assert llm.metrics()["num_accepted_drafts"] > 0
     assert without.logprobs is None and without.token_ids == plain.token_ids

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.mtp_models import make_with_mtp
 from tests.tiny_models import make_nemotron_h
 from trtllm_replayssm import LLM, ReplayConfig, SamplingParams
 from trtllm_replayssm.cli.main import main
@@ -98,6 +99,23 @@ def test_json_holds_outputs_and_metrics_and_speculation_changes_nothing(
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_drafts_come_from_another_model_or_from_the_models_own_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_with_mtp(tmp_path / "model", "qwen3_5", "copying", mixing=0.0)
+    common = ["--prompt", "abc", "--max_tokens", "20", "--ignore_eos", "--json", "--metrics", "--fixed_draft_len"]
+    options = (
+        ["--speculative", "draft", "--speculative_model", str(folder), "--max_draft_len", "2"],
+        ["--speculative", "mtp"],
+        ["--speculative", "mtp", "--max_draft_len", "3"],
+    )
+    for option, num_drafts in zip(options, (2, 1, 3), strict=True):
+        assert run(folder, *common, *option) == 0
+        metrics = json.loads(capsys.readouterr().out)["metrics"]
+        assert metrics["acceptance_rate"] == 1.0
+        assert metrics["num_decode_rows"] == -(-19 // (num_drafts + 1))
+
+
 def test_options_reach_the_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,8 +183,11 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
         (["--prompt", "a" * 70], "max_input_len (63)"),
         (["--prompt", "a", "--max_tokens", "0"], "max_tokens: found 0"),
         (["--prompt", "a", "--temperature", "-1"], "temperature: found -1.0"),
-        (["--prompt", "a", "--speculative", "mtp"], "'mtp' is not one of 'ngram'"),
-        (["--prompt", "a", "--speculative", "guess"], "'--speculative': 'guess' is not one of 'ngram'. Try --help."),
+        (["--prompt", "a", "--speculative", "mtp"], "found no multi-token prediction head; needed its weights"),
+        (["--prompt", "a", "--speculative", "guess"], "'guess' is not one of 'ngram', 'mtp', 'draft'. Try --help."),
+        (["--prompt", "a", "--speculative", "draft"], "found no --speculative_model with --speculative draft"),
+        (["--prompt", "a", "--speculative", "ngram", "--speculative_model", "x"], "needed it with --speculative draft"),
+        (["--prompt", "a", "--fixed_draft_len"], "fixed_draft_len: found without --speculative"),
         (["--prompt", "a", "--max_draft_len", "2"], "without --speculative; needed both or neither. [C001]"),
         (["--prompt", "a", "--logprobs", "2"], "logprobs: found without --json; needed both or neither. [C001]"),
         (["--prompt", "a", "--speculative", "ngram", "--history", "2"], "history: found 2 with max_draft_len=4"),

@@ -79,7 +79,11 @@ def test_tokens_depend_neither_on_the_batch_nor_on_drafts(folder: Path, llm: LLM
     cases = [(prompt, SamplingParams(**kind)) for kind in kinds for prompt in PROMPTS]
     alone = [llm.generate(prompt, params).outputs for prompt, params in cases]
     with LLM(
-        folder, device="cpu", max_batch_size=5, max_seq_len=64, speculative_config=NGramDecodingConfig(max_draft_len=3)
+        folder,
+        device="cpu",
+        max_batch_size=5,
+        max_seq_len=64,
+        speculative_config=NGramDecodingConfig(max_draft_len=3, adaptive=False),
     ) as other:
         outputs = other.generate([prompt for prompt, _ in cases], [params for _, params in cases])
         metrics = other.metrics()
@@ -159,7 +163,11 @@ def test_speculation_samples_the_same_distribution_as_plain_decoding(folder: Pat
         return joint_counts(model.generate([prompt] * count, params), letters)
 
     with LLM(
-        folder, device="cpu", max_batch_size=32, max_seq_len=64, speculative_config=NGramDecodingConfig(max_draft_len=3)
+        folder,
+        device="cpu",
+        max_batch_size=32,
+        max_seq_len=64,
+        speculative_config=NGramDecodingConfig(max_draft_len=3, adaptive=False),
     ) as other:
         speculative = draw(other, 0)
         metrics = other.metrics()

@@ -63,6 +63,8 @@ def _model_table(found: Inspection) -> Table:
         facts["attention"] = f"{a.n_query_heads} query, {a.n_kv_heads} key/value heads x {a.head_dim}{rotary}{gate}"
     if p := geometry.mlp:
         facts["mlp"] = f"d_ff {p.d_ff}, {p.activation}"
+    if head := geometry.mtp:
+        facts["mtp"] = f"multi-token prediction head: {', '.join(head.layer_types)}"
     place = "in the folder" if found.has_weights else "not in the folder"
     facts["weights"] = f"{found.num_parameters:,} parameters, {size_text(found.weights_bytes)}, {place}"
     return facts_table("Model", facts)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from trtllm_replayssm.cli.history_option import METAVAR, parse_history
-from trtllm_replayssm.config import CudaGraphConfig, NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm.cli.speculative_option import Source, speculative_config
+from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SamplingParams
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import ConfigError, RequestError
@@ -59,12 +60,24 @@ def command(
         typer.Option("--logprobs", help="Log-probabilities of so many likeliest tokens at each token, with --json."),
     ] = None,
     speculative: Annotated[
-        Literal["ngram"] | None,
-        typer.Option("--speculative", help="Where drafts come from; by default there are none."),
+        Source | None,
+        typer.Option(
+            "--speculative",
+            metavar="<source>",
+            help="Where drafts come from: ngram (the text so far), mtp (the model's own head) or draft (a smaller "
+            "model); by default there are none.",
+        ),
     ] = None,
     max_draft_len: Annotated[
-        int | None, typer.Option("--max_draft_len", help="Most drafts of a step: 4, with --speculative.")
+        int | None,
+        typer.Option("--max_draft_len", help="Most drafts of a step, with --speculative: by default 4, with mtp 1."),
     ] = None,
+    speculative_model: Annotated[
+        Path | None, typer.Option("--speculative_model", help="The smaller model's folder, with --speculative draft.")
+    ] = None,
+    fixed_draft_len: Annotated[
+        bool, typer.Option("--fixed_draft_len", help="Draft as much at every step, whether it pays or not.")
+    ] = False,
     history: Annotated[
         str | None,
         typer.Option(
@@ -153,7 +166,7 @@ def command(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
-    speculative_config = _speculative_config(speculative, max_draft_len)
+    drafts = speculative_config(speculative, max_draft_len, speculative_model, is_fixed=fixed_draft_len)
     wishes = {
         "history": None if history is None else parse_history(history),
         "state_dtype": state_dtype,
@@ -171,7 +184,7 @@ def command(
         max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens,
         replay=replay,
-        speculative_config=speculative_config,
+        speculative_config=drafts,
         checkpoint_dir=checkpoint_dir,
         cuda_graph_config=None if eager else CudaGraphConfig(),
     )
@@ -235,14 +248,6 @@ def _json_prompt(where: str, line: str) -> "Prompt":
     if not isinstance(value, str if keys[0] == "prompt" else list):
         raise RequestError(f"{where}: found {line[:80]!r}; {needed}.")
     return value
-
-
-def _speculative_config(name: str | None, max_draft_len: int | None) -> NGramDecodingConfig | None:
-    if name is None:
-        if max_draft_len is not None:
-            raise ConfigError("max_draft_len: found without --speculative; needed both or neither.")
-        return None
-    return NGramDecodingConfig() if max_draft_len is None else NGramDecodingConfig(max_draft_len=max_draft_len)
 
 
 def _print(number: int, output: "RequestOutput", *, is_text: bool) -> None:

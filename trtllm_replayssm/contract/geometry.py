@@ -157,8 +157,27 @@ class MlpGeometry(Frozen):
     activation: Literal["relu2", "swiglu"]
 
 
+class MtpGeometry(Frozen):
+    """A multi-token prediction head: one block of layers that predicts the token after the next.
+
+    Its layers are shaped as the model's own of the same type; embedding and output matrix are the model's.
+
+    Attributes:
+        layer_types: attention and MLP layers, in order.
+    """
+
+    layer_types: tuple[LayerType, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> "MtpGeometry":
+        others = sorted(set(self.layer_types) - {LayerType.ATTENTION, LayerType.MLP})
+        if others or not self.layer_types:
+            raise ValueError(f"layer_types: found {', '.join(others) or 'none'}; needed attention and mlp alone")
+        return self
+
+
 class ModelGeometry(Frozen):
-    """Everything about a model's shape that builders and runtime need."""
+    """Everything about a model's shape that builders and runtime need; ``mtp`` where the weights have that head."""
 
     architecture: Architecture
     dtype: ActivationDtype
@@ -173,12 +192,16 @@ class ModelGeometry(Frozen):
     attention: AttentionGeometry | None
     mlp: MlpGeometry | None
     eos_token_ids: tuple[StrictInt, ...]
+    mtp: MtpGeometry | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "ModelGeometry":
         for kind in LayerType:
             if self.layers_of(kind) and getattr(self, kind.value) is None:
                 raise ValueError(f"{kind.value}: found nothing; needed the shape of layers {self.layers_of(kind)}")
+        for kind in () if self.mtp is None else self.mtp.layer_types:
+            if getattr(self, kind.value) is None:
+                raise ValueError(f"{kind.value}: found nothing; needed the shape of the multi-token prediction head's")
         if not set(self.layer_types) - {LayerType.MLP}:
             raise ValueError("layer_types: found no recurrent and no attention layer; needed one at least")
         if self.mamba2 and self.gated_delta_net:

@@ -5,8 +5,9 @@ Key/value caches have one row per *row of the step* (TensorRT's linear cache upd
 i); every other state has one row per slot and is addressed through ``slot_ids``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from trtllm_replayssm.contract.geometry import (
     EngineLimits,
@@ -18,6 +19,8 @@ from trtllm_replayssm.contract.geometry import (
 )
 
 Dim = int | str
+MTP_PREFIX: Final = "mtp."
+"""Begins the name of every weight of a multi-token prediction head."""
 Role = Literal["step", "state", "weight", "result"]
 
 
@@ -157,21 +160,59 @@ def _attention_states(index: int, geometry: ModelGeometry, capacity: int) -> lis
     ]
 
 
+def mtp_state_specs(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> tuple[TensorSpec, ...]:
+    """Return the key/value caches of the multi-token prediction head, in the order of its layers."""
+    layer_types = () if geometry.mtp is None else geometry.mtp.layer_types
+    specs: list[TensorSpec] = []
+    for index, kind in enumerate(layer_types):
+        if kind is LayerType.ATTENTION:
+            specs += _attention_states(index, geometry, limits.kv_capacity(replay.window))
+    return tuple(specs)
+
+
 def weight_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
-    """Return every tensor of a rank checkpoint: the modules' parameter names are the checkpoint's keys."""
-    dtype, norm_dtype = geometry.dtype, geometry.norm_dtype
+    """Return every tensor of the model itself: the modules' parameter names are a rank checkpoint's keys."""
+    dtype = geometry.dtype
     specs = [TensorSpec("embedding.weight", dtype, (geometry.vocab_size, geometry.d_model), "weight")]
-    for index, kind in enumerate(geometry.layer_types):
-        prefix = f"layers.{index}."
-        specs.append(TensorSpec(prefix + "norm.weight", norm_dtype, (geometry.d_model,), "weight"))
-        specs += [
-            TensorSpec(f"{prefix}mixer.{name}", found_dtype or dtype, shape, "weight")
-            for name, found_dtype, shape in _MIXER_WEIGHTS[kind](geometry)
-        ]
-    specs.append(TensorSpec("final_norm.weight", norm_dtype, (geometry.d_model,), "weight"))
+    specs += _layer_weights("layers.", geometry.layer_types, geometry)
+    specs.append(_norm_weight("final_norm.weight", geometry))
     if not geometry.tie_word_embeddings:
         specs.append(TensorSpec("lm_head.weight", dtype, (geometry.vocab_size, geometry.d_model), "weight"))
     return tuple(specs)
+
+
+def mtp_weight_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
+    """Return every tensor of the multi-token prediction head; none for a model without one."""
+    if geometry.mtp is None:
+        return ()
+    d = geometry.d_model
+    return (
+        _norm_weight(MTP_PREFIX + "embedding_norm.weight", geometry),
+        _norm_weight(MTP_PREFIX + "hidden_norm.weight", geometry),
+        TensorSpec(MTP_PREFIX + "projection.weight", geometry.dtype, (d, 2 * d), "weight"),
+        *_layer_weights(MTP_PREFIX + "layers.", geometry.mtp.layer_types, geometry),
+        _norm_weight(MTP_PREFIX + "final_norm.weight", geometry),
+    )
+
+
+def checkpoint_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
+    """Return every tensor of a rank checkpoint: the model's, then its multi-token prediction head's."""
+    return weight_specs(geometry) + mtp_weight_specs(geometry)
+
+
+def _norm_weight(name: str, geometry: ModelGeometry) -> TensorSpec:
+    return TensorSpec(name, geometry.norm_dtype, (geometry.d_model,), "weight")
+
+
+def _layer_weights(prefix: str, layer_types: Sequence[LayerType], geometry: ModelGeometry) -> list[TensorSpec]:
+    specs = []
+    for index, kind in enumerate(layer_types):
+        specs.append(_norm_weight(f"{prefix}{index}.norm.weight", geometry))
+        specs += [
+            TensorSpec(f"{prefix}{index}.mixer.{name}", dtype or geometry.dtype, shape, "weight")
+            for name, dtype, shape in _MIXER_WEIGHTS[kind](geometry)
+        ]
+    return specs
 
 
 # Name, type (None: the activations'), shape.

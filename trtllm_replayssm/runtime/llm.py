@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 from trtllm_replayssm.config import (
     CudaGraphConfig,
     KvCacheConfig,
-    NGramDecodingConfig,
     ReplayConfig,
     SamplingParams,
     SchedulerConfig,
@@ -34,8 +33,8 @@ from trtllm_replayssm.runtime.opening import ExecutorName, open_executor
 from trtllm_replayssm.runtime.outputs import RequestOutput
 from trtllm_replayssm.runtime.prompts import Inputs, PlainPrompt, Prompt, PromptDesk
 from trtllm_replayssm.runtime.serving_loop import ServingLoop
-from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
-from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
+from trtllm_replayssm.runtime.speculative import factory
+from trtllm_replayssm.runtime.speculative.base import Drafter
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
@@ -95,14 +94,15 @@ class LLM:
         cuda_graph_config: CudaGraphConfig | None = _ALL_GRAPHS,
     ) -> None:
         self._folder = folder = _path("model", model)
-        self._drafter = _make_drafter(speculative_config, drafter)
+        max_draft_len = factory.max_draft_len(speculative_config, drafter)
         options = settings.Options(
             dtype=dtype,
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=max_num_tokens,
             replay=ReplayConfig() if replay is None else replay,
-            max_draft_len=self._drafter.max_draft_len,
+            max_draft_len=max_draft_len,
+            returns_hidden_states=factory.reads_hidden_states(speculative_config, drafter),
             kv_cache_config=KvCacheConfig() if kv_cache_config is None else kv_cache_config,
             cuda_graph_config=cuda_graph_config,
         )
@@ -110,6 +110,8 @@ class LLM:
         self._executor, self._limits = open_executor(folder, executor, options, str(device), weights)
         _LOGGER.info("memory of %s: %s", self.device, self.memory_plan.summary())
         self._tokenizer = Tokenizer.from_folder(folder)
+        target = factory.Target(self._executor, self._limits, options, self._tokenizer, folder, weights)
+        self._drafter = factory.make_drafter(speculative_config, drafter, target)
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(
             self.geometry, self._executor.replay, is_conventional=self._executor.is_conventional
@@ -363,18 +365,3 @@ def _progress_bar(count: int, is_wanted: bool) -> Any:
     # None shows the bar on a terminal alone; a notebook's standard error is none.
     disable = None if "ipykernel" not in sys.modules else False
     return tqdm(total=count, desc="requests", unit="request", disable=disable if is_wanted else True)
-
-
-def _make_drafter(config: SpeculativeConfig | None, drafter: Drafter | None) -> Drafter:
-    if config is not None and drafter is not None:
-        raise ConfigError("drafter: found together with speculative_config; needed one of the two.")
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise ConfigError(
-            f"drafter: found {type(drafter).__name__}; needed an object with max_draft_len, begin, observe, propose "
-            f"and end."
-        )
-    if config is None:
-        return NoDrafter() if drafter is None else drafter
-    if isinstance(config, NGramDecodingConfig):
-        return NGramDrafter(config)
-    raise ConfigError(f"speculative_config: found {type(config).__name__}; needed NGramDecodingConfig.")

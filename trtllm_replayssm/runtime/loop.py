@@ -21,7 +21,8 @@ from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.request_heap import RequestHeap
 from trtllm_replayssm.runtime.scheduler import Scheduler
 from trtllm_replayssm.runtime.slots import Slots
-from trtllm_replayssm.runtime.speculative.base import Drafter
+from trtllm_replayssm.runtime.speculative.adaptive import hidden_state_drafter
+from trtllm_replayssm.runtime.speculative.base import Drafter, ModelDrafter
 from trtllm_replayssm.runtime.step import StepPlan
 
 
@@ -49,6 +50,7 @@ class DecodeLoop:
     ) -> None:
         self._executor = executor
         self._drafter = drafter
+        self._hidden_state_drafter = hidden_state_drafter(drafter)
         self._recorder = recorder
         self._slots = Slots(limits.max_batch_size)
         self._scheduler = Scheduler(
@@ -99,6 +101,8 @@ class DecodeLoop:
         inputs = build_inputs(plan, self._slots, self._executor.device)
         outputs = self._executor.step(inputs)
         verdicts = judge(plan, outputs.logits)
+        if self._hidden_state_drafter is not None:
+            self._hidden_state_drafter.follow(plan, inputs, outputs, verdicts, self._slots)
         self._recorder.count_step(plan, self._slots)
         commit(plan, verdicts, self._slots, self._executor.replay)
         appended = self._scheduler.settle(plan, verdicts)
@@ -137,6 +141,11 @@ class DecodeLoop:
             with suppress(Exception):  # it may be the drafter that has failed
                 self.end(request, "error", error)
         return unfinished
+
+    def close(self) -> None:
+        """Release what the drafter holds on the device."""
+        if isinstance(self._drafter, ModelDrafter):
+            self._drafter.close()
 
     def _turn_over(self) -> None:
         preempted, admitted = self._scheduler.admit()

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
+from trtllm_replayssm.builders.models.registry import create_mtp_head
 from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.contract.manifest import Manifest, is_engine_folder, read_manifest
 from trtllm_replayssm.contract.tensors import weight_specs
@@ -15,6 +16,7 @@ from trtllm_replayssm.errors import CheckpointError, ConfigError, ManifestError,
 from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.capacity import available_bytes
 from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR, Executor
+from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 
 ExecutorName = Literal["auto", "torch", "tensorrt"]
@@ -47,6 +49,11 @@ def open_executor(
         raise UnsupportedError(
             "executor: found 'tensorrt' for the conventional decode (enabled=False, --conventional), which no engine "
             f"has; needed {TORCH_EXECUTOR}."
+        )
+    if executor == "tensorrt" and options.returns_hidden_states:
+        raise UnsupportedError(
+            "executor: found 'tensorrt' with drafts of the multi-token prediction head, which reads hidden states that "
+            f"engines do not return; needed {TORCH_EXECUTOR}."
         )
     if manifest is None:
         return _open_model(folder, executor, options, device, checkpoint_dir)
@@ -82,7 +89,7 @@ def _open_engine(
     from trtllm_replayssm.runtime.executors import tensorrt_executor
 
     chosen = settings.of_engine(manifest, options)
-    if executor == "auto" and options.replay.enabled and device != "cpu":
+    if executor == "auto" and options.replay.enabled and not options.returns_hidden_states and device != "cpu":
         obstacle = tensorrt_executor.obstacle(manifest, _cuda(device))
         if obstacle is None:
             executor = "tensorrt"
@@ -118,6 +125,32 @@ def _torch_executor(weights: Path, chosen: settings.Settings, options: settings.
         _device(device),
         conventional=not options.replay.enabled,
         cuda_graphs=options.cuda_graph_config,
+        returns_hidden_states=options.returns_hidden_states,
+    )
+
+
+def open_mtp_head(folder: Path, checkpoint_dir: Path | None, target: Executor) -> MtpExecutor:
+    """Make what runs the multi-token prediction head of a folder's model, with the embeddings that the target has.
+
+    Args:
+        folder: as for ``open_executor``.
+        checkpoint_dir: idem.
+        target: what that returned; its hidden states are read.
+
+    Raises:
+        CheckpointError: there is no such head, or its weights are damaged.
+        CapacityError: its caches and weights do not fit the device.
+    """
+    assert isinstance(target, TorchExecutor), "open_executor refuses hidden states of any other"
+    weights = checkpoint_dir or folder
+    opened = open_model_folder(weights, target.geometry.dtype)
+    if opened.geometry.mtp is None or not opened.has_weights:
+        raise CheckpointError(
+            f"{weights}: found no multi-token prediction head; needed its weights, mtp.*, in the model's folder. Those "
+            f"that convert left out are named in its account. Take other drafts, or none."
+        )
+    return MtpExecutor(
+        lambda: create_mtp_head(opened.geometry, target.replay), opened.geometry, target, opened.load_mtp_weights
     )
 
 

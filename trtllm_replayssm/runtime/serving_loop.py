@@ -26,7 +26,7 @@ class ServingLoop:
 
     Args:
         loop: runs the steps; used by the worker alone.
-        executor: closed with the loop.
+        executor: closed with the loop, and what its drafter holds.
         recorder: counts the time.
         max_unfinished: most requests, running or waiting; None for any number.
     """
@@ -200,5 +200,6 @@ class ServingLoop:
     def _close_executor(self) -> None:
         try:
             self._executor.close()
+            self._loop.close()
         except Exception:  # a device that has failed may refuse that as well; nothing else is lost
             _LOGGER.exception("the executor was not closed")

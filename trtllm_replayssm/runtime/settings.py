@@ -27,6 +27,7 @@ class Options(UserOptions):
         max_draft_len: most drafts of the chosen drafter; 0 without one.
         kv_cache_config: how much memory the states may take.
         cuda_graph_config: which decode steps are replayed as CUDA graphs; None for none.
+        returns_hidden_states: whether the drafter reads the model's hidden states.
     """
 
     dtype: str
@@ -37,6 +38,7 @@ class Options(UserOptions):
     max_draft_len: int
     kv_cache_config: InstanceOf[KvCacheConfig] = KvCacheConfig()
     cuda_graph_config: InstanceOf[CudaGraphConfig] | None = CudaGraphConfig()
+    returns_hidden_states: bool = False
 
 
 @dataclass(frozen=True)

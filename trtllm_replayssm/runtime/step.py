@@ -110,13 +110,17 @@ class StepOutputs:
 
     Attributes:
         logits: fp32 [B, J, V]; valid until the next step.
+        hidden_states: [B, S, d_model] behind the final norm, of all window tokens, where the executor was made to
+            return them; idem.
     """
 
     logits: torch.Tensor
+    hidden_states: torch.Tensor | None = None
 
     def first_rows(self, num_rows: int) -> "StepOutputs":
         """Return the outputs of the first rows, without a copy: the others were padding."""
-        return StepOutputs(self.logits[:num_rows])
+        hidden = self.hidden_states
+        return StepOutputs(self.logits[:num_rows], None if hidden is None else hidden[:num_rows])
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_ids(self) -> dict[str, int]:
+        """Return every token and its id, added ones included."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """Return an empty text that grows token by token."""
         return TextStream(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))

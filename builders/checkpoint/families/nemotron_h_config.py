@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trtllm_replayssm.builders.checkpoint.families import reasons
 from trtllm_replayssm.builders.checkpoint.families.nemotron_h_keys import KEYS
 from trtllm_replayssm.builders.checkpoint.hf_reader import HfConfig, Reader, make_geometry
 from trtllm_replayssm.contract.geometry import (
@@ -11,6 +12,7 @@ from trtllm_replayssm.contract.geometry import (
     LayerType,
     Mamba2Geometry,
     MlpGeometry,
+    MtpGeometry,
 )
 
 ARCHITECTURE = "NemotronHForCausalLM"
@@ -47,7 +49,22 @@ def parse(config: Mapping[str, Any], generation: Mapping[str, Any], dtype: str |
         "eos_token_ids": reader.end_tokens(generation, vocab_size),
     }
     use_conv_bias = reader.flag("use_conv_bias", True)
-    return HfConfig(make_geometry(reader, values), use_conv_bias)
+    return HfConfig(make_geometry(reader, values), use_conv_bias, _mtp(reader))
+
+
+def _mtp(reader: Reader) -> MtpGeometry | str:
+    """Return the multi-token prediction head: the layers of its own pattern, with nothing of them a problem."""
+    count = reader.value("mtp_layers")
+    if count not in (None, 1):
+        return reasons.MTP_LAYERS.format(f"{reader.label('mtp_layers')}={count!r}")
+    pattern = reader.value("mtp_pattern")
+    found = reader.value("mtp_block_types") if pattern is None else pattern
+    items = found if isinstance(found, str | list) else []
+    layers = [(_LETTERS | _BLOCK_TYPES).get(str(item)) for item in items]
+    known = tuple(layer for layer in layers if layer in (LayerType.ATTENTION, LayerType.MLP))
+    if not known or len(known) != len(layers):
+        return reasons.MTP_PATTERN.format(repr(found))
+    return MtpGeometry(layer_types=known)
 
 
 def _layers(reader: Reader) -> tuple[LayerType, ...]:

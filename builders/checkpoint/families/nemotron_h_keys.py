@@ -28,6 +28,9 @@ _SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "attention_head_dim": ("head_dim", "attention_head_dim"),
     "d_ff": ("intermediate_size",),
     "eos_token_id": ("eos_token_id",),
+    "mtp_layers": ("num_nextn_predict_layers",),
+    "mtp_pattern": ("mtp_hybrid_override_pattern",),
+    "mtp_block_types": ("mtp_layers_block_type",),
 }
 
 _NO_BIAS = ((False,), "linear layers without bias")
@@ -75,7 +78,6 @@ _IGNORED: Final[dict[str, str]] = {
     **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size", "num_experts_per_tok"), reasons.EXPERTS),
     **dict.fromkeys(("moe_shared_expert_overlap", "routed_scaling_factor", "norm_topk_prob"), reasons.EXPERTS),
     **dict.fromkeys(("n_group", "topk_group"), reasons.EXPERTS),
-    **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"), reasons.MTP),
 }
 
 KEYS: Final = KeyTable(_SPELLINGS, _FIXED, _IGNORED)

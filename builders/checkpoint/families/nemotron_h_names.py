@@ -16,9 +16,21 @@ if TYPE_CHECKING:
 _EMBEDDING = "embeddings.weight"
 _RENAMED = {"embedding.weight": _EMBEDDING, "final_norm.weight": "norm_f.weight"}
 
+# The first layer of the multi-token prediction head has what joins its two inputs, the last one its final norm.
+_MTP = {
+    "mtp.embedding_norm.weight": "mtp.layers.0.enorm.weight",
+    "mtp.hidden_norm.weight": "mtp.layers.0.hnorm.weight",
+    "mtp.projection.weight": "mtp.layers.0.eh_proj.weight",
+    "mtp.final_norm.weight": "mtp.layers.{last}.final_layernorm.weight",
+}
+_MTP_TENSOR = re.compile(r"^mtp\.")
+
 
 def _parts(spec: TensorSpec, geometry: ModelGeometry) -> Parts:
     shape = tuple(int(size) for size in spec.shape)
+    if geometry.mtp is not None and spec.name in _MTP:
+        last = len(geometry.mtp.layer_types) - 1
+        return Parts(((_MTP[spec.name].format(last=last), shape),), concatenate)
     layer, _, role = spec.name.rpartition(".mixer.")
     if role == "A":
         return Parts(((f"{layer}.mixer.A_log", shape),), _decay_rate)
@@ -44,8 +56,9 @@ NAMING = Naming(
     embedding=_EMBEDDING,
     output_matrix="lm_head.weight",
     parts=_parts,
+    mtp=_MTP_TENSOR,
     ignored=(
-        (re.compile(r"^mtp\."), reasons.MTP_WEIGHTS),
+        (_MTP_TENSOR, reasons.MTP_WEIGHTS),
         (re.compile(r"\.rotary_emb\.inv_freq$"), "a constant; the attention has no positional encoding"),
     ),
 )

@@ -6,6 +6,7 @@ A layer of these models is two of ours: a recurrence or attention, then an MLP, 
 from collections.abc import Mapping
 from typing import Any
 
+from trtllm_replayssm.builders.checkpoint.families import reasons
 from trtllm_replayssm.builders.checkpoint.families.qwen_keys import KEYS, ROPE_KEYS
 from trtllm_replayssm.builders.checkpoint.hf_reader import HfConfig, Reader, make_geometry, shown
 from trtllm_replayssm.contract.geometry import (
@@ -13,6 +14,7 @@ from trtllm_replayssm.contract.geometry import (
     GatedDeltaNetGeometry,
     LayerType,
     MlpGeometry,
+    MtpGeometry,
 )
 from trtllm_replayssm.errors import ConfigError
 
@@ -71,7 +73,17 @@ def parse(config: Mapping[str, Any], generation: Mapping[str, Any], dtype: str |
         "mlp": MlpGeometry(d_ff=reader.positive("d_ff"), activation="swiglu"),
         "eos_token_ids": reader.end_tokens(generation, vocab_size),
     }
-    return HfConfig(make_geometry(reader, values), use_conv_bias=False)
+    return HfConfig(make_geometry(reader, values), use_conv_bias=False, mtp=_mtp(reader))
+
+
+def _mtp(reader: Reader) -> MtpGeometry | str:
+    """Return the multi-token prediction head: a layer of attention and MLP, one where the config does not say."""
+    count, has_embeddings = reader.value("mtp_layers"), reader.value("mtp_use_dedicated_embeddings")
+    if count not in (None, 1):
+        return reasons.MTP_LAYERS.format(f"{reader.label('mtp_layers')}={count!r}")
+    if has_embeddings:
+        return reasons.MTP_EMBEDDINGS
+    return MtpGeometry(layer_types=(LayerType.ATTENTION, LayerType.MLP))
 
 
 def _mixers(reader: Reader) -> tuple[LayerType, ...]:

@@ -33,6 +33,8 @@ _SPELLINGS: Final[dict[str, tuple[str, ...]]] = {
     "decoder_sparse_step": ("decoder_sparse_step",),
     "mlp_only_layers": ("mlp_only_layers",),
     "eos_token_id": ("eos_token_id",),
+    "mtp_layers": ("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    "mtp_use_dedicated_embeddings": ("mtp_use_dedicated_embeddings",),
 }
 
 _FULL_ATTENTION = "attention over the whole text"
@@ -57,8 +59,6 @@ _IGNORED: Final[dict[str, str]] = {
     **dict.fromkeys(("_attn_implementation", "_attn_implementation_autoset"), reasons.API),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), reasons.EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "norm_topk_prob"), reasons.EXPERTS),
-    **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), reasons.MTP),
-    "num_nextn_predict_layers": reasons.MTP,
     "max_window_layers": "describes sliding windows, of which there are none",
     **dict.fromkeys(("text_config", "vision_config", "language_model_only"), reasons.VISION),
     **dict.fromkeys(("image_token_id", "video_token_id"), reasons.VISION),

@@ -1,6 +1,7 @@
 """Which stored tensors of a Qwen3-Next or Qwen3.5 checkpoint make which tensor of a rank checkpoint.
 
-Layer j of the checkpoint is layers 2j (recurrence or attention) and 2j + 1 (MLP) of ours. Norms are stored as what is
+Layer j of the checkpoint is layers 2j (recurrence or attention) and 2j + 1 (MLP) of ours, in the multi-token prediction
+head as well. Norms are stored as what is
 added to one, except for the one behind the recurrence. Qwen3-Next interleaves its projections by key heads; they are
 taken apart, so that one layout is left.
 """
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 _EMBEDDING = "embed_tokens.weight"
+_MTP = {
+    "mtp.embedding_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "mtp.hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "mtp.projection.weight": "mtp.fc.weight",
+    "mtp.final_norm.weight": "mtp.norm.weight",
+}
 _OUTPUT_MATRIX = "lm_head.weight"
 _MIXERS = {
     LayerType.GATED_DELTA_NET: "linear_attn",
@@ -31,16 +38,21 @@ def _parts(spec: TensorSpec, geometry: ModelGeometry) -> Parts:
     shape = tuple(int(size) for size in spec.shape)
     if spec.name == "final_norm.weight":
         return Parts((("norm.weight", shape),), _one_plus)
-    if not spec.name.startswith("layers."):
+    if spec.name in _MTP:
+        stored = _MTP[spec.name]
+        return Parts(((stored, shape),), _one_plus if "norm" in stored else concatenate)
+    head, found, place = spec.name.rpartition("layers.")
+    if not found:
         plain = {"embedding.weight": _EMBEDDING}.get(spec.name, spec.name)
         return Parts(((plain, shape),), concatenate)
-    _, number, role = spec.name.split(".", 2)
+    number, role = place.split(".", 1)
     index = int(number)
-    layer = f"layers.{index // 2}."
+    layer = f"{head}layers.{index // 2}."
     if role == "norm.weight":
         norm = "post_attention_layernorm" if index % 2 else "input_layernorm"
         return Parts(((f"{layer}{norm}.weight", shape),), _one_plus)
-    kind = geometry.layer_types[index]
+    layer_types = geometry.mtp.layer_types if head and geometry.mtp else geometry.layer_types
+    kind = layer_types[index]
     return _mixer_parts(layer + _MIXERS[kind] + ".", role.removeprefix("mixer."), shape, geometry, kind)
 
 
@@ -106,14 +118,17 @@ def _one_plus(parts: list[torch.Tensor]) -> torch.Tensor:
     return 1.0 + parts[0].float()
 
 
+_MTP_TENSOR = re.compile(r"^mtp\.")
+
 NAMING = Naming(
     # "model.language_model." where a checkpoint has a vision part as well.
-    prefix=re.compile(r"^model\.(?:language_model\.)?(?=(?:embed_tokens|layers|norm)\.)"),
+    prefix=re.compile(r"^model\.(?:language_model\.)?(?=(?:embed_tokens|layers|norm|mtp)\.)"),
     embedding=_EMBEDDING,
     output_matrix=_OUTPUT_MATRIX,
     parts=_parts,
+    mtp=_MTP_TENSOR,
     ignored=(
-        (re.compile(r"^(?:model\.)?mtp\."), reasons.MTP_WEIGHTS),
+        (_MTP_TENSOR, reasons.MTP_WEIGHTS),
         (re.compile(r"^(?:model\.)?visual\."), reasons.VISION_WEIGHTS),
     ),
 )

@@ -16,7 +16,7 @@ from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.manifest import WEIGHTS_FILE, Manifest
 from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
-from trtllm_replayssm.contract.tensors import TensorSpec, state_specs
+from trtllm_replayssm.contract.tensors import TensorSpec, state_specs, weight_specs
 from trtllm_replayssm.errors import BackendError, ManifestError, ReplaySSMError
 from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.capacity import check_memory
@@ -90,7 +90,7 @@ class TensorRTExecutor:
         how = Execution(has_weights=is_external, has_activations=False)
         self.memory_plan = plan_memory(self.geometry, self.replay, self.limits, how)
         check_memory(self.memory_plan, self.device)
-        weights = _load_weights(weights_file, self.device) if is_external else {}
+        weights = _load_weights(weights_file, weight_specs(self.geometry), self.device) if is_external else {}
         with torch.cuda.device(self.device):
             backend.load_plugins()
             self._backend = backend
@@ -164,9 +164,11 @@ def _deserialize(backend: tensorrt_backend.Backend, plan: bytes) -> Any:
     return engine
 
 
-def _load_weights(path: Path, device: torch.device) -> Mapping[str, torch.Tensor]:
+def _load_weights(path: Path, specs: Sequence[TensorSpec], device: torch.device) -> Mapping[str, torch.Tensor]:
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+            # A file may hold a multi-token prediction head, too, which no engine has; what lacks is found at binding.
+            stored = set(file.keys())
+            return {spec.name: file.get_tensor(spec.name) for spec in specs if spec.name in stored}
     except (SafetensorError, OSError) as error:
         raise ManifestError(f"{path}: found {error}; needed a readable safetensors file. Copy it again.") from error

@@ -31,6 +31,7 @@ class TorchExecutor:
         conventional: rewrite the recurrent state for every token, for comparison.
         cuda_graphs: which decode steps are captured as CUDA graphs; None runs all of them operation by operation, as
             on the CPU.
+        returns_hidden_states: let ``step`` return them as well.
 
     Raises:
         CapacityError: states and weights do not fit the device.
@@ -49,12 +50,14 @@ class TorchExecutor:
         *,
         conventional: bool = False,
         cuda_graphs: CudaGraphConfig | None = None,
+        returns_hidden_states: bool = False,
     ) -> None:
         self.geometry = geometry
         self.replay = replay
         self.limits = limits
         self.device = device
         self.is_conventional = conventional
+        self._returns_hidden_states = returns_hidden_states
         if device.type == "cuda" and not conventional:
             specializations(geometry, replay)  # refuses a shape without kernels now rather than at the first step
         self._specs = state_specs(geometry, replay, limits, conventional=conventional)
@@ -86,18 +89,30 @@ class TorchExecutor:
             found = None if self._graphs is None else self._graphs.step(inputs)
             return self._run(inputs, inputs.max_past_length + inputs.input_ids.shape[1]) if found is None else found
 
+    @property
+    def embedding_matrix(self) -> torch.Tensor:
+        """The embeddings of all tokens: [vocab_size, d_model]."""
+        return self._module.embedding.weight
+
+    @property
+    def output_matrix(self) -> torch.Tensor:
+        """What turns hidden states into logits: [vocab_size, d_model]."""
+        return self._module.output_matrix
+
     def close(self) -> None:
         """Drop the graphs, the pools and the weights."""
         if self._graphs is not None:
             self._graphs.close()
         self._states = ()
-        self._module = torch.nn.Module()
+        del self._module
 
     def _run(self, inputs: StepInputs, key_length: int, logits: torch.Tensor | None = None) -> StepOutputs:
         rows = slice(inputs.first_slot, inputs.first_slot + len(inputs.slot_ids))
         states = tuple(
             pool[rows] if spec.is_cache else pool for spec, pool in zip(self._specs, self._states, strict=True)
         )
+        if self._returns_hidden_states:
+            return StepOutputs(*self._module.forward_with_hidden_states(inputs.tensors(), states, key_length, logits))
         found, _ = self._module(*inputs.tensors(), states, key_length=key_length, logits=logits)
         return StepOutputs(found)
 

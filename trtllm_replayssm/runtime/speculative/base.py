@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from trtllm_replayssm.runtime.slots import Slots
+from trtllm_replayssm.runtime.step import StepInputs, StepOutputs, StepPlan, Verdict
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -35,6 +38,34 @@ class Drafter(Protocol):
 
     def end(self, request_id: int) -> None:
         """Forget a sequence."""
+        ...
+
+
+@runtime_checkable
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that holds device memory."""
+
+    def close(self) -> None:
+        """Release it; the drafter is not used again."""
+        ...
+
+
+@runtime_checkable
+class HiddenStateDrafter(Drafter, Protocol):
+    """A drafter that reads what the model computed."""
+
+    def follow(
+        self, plan: StepPlan, inputs: StepInputs, outputs: StepOutputs, verdicts: Sequence[Verdict], slots: Slots
+    ) -> None:
+        """Learn from a step that ran: after it was judged, before its lengths are committed and its tokens appended.
+
+        Args:
+            plan: the step.
+            inputs: as the executor got them.
+            outputs: with hidden states.
+            verdicts: one per row of the plan.
+            slots: the lengths before the step; read only.
+        """
         ...
 
 

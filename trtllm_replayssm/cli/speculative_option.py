@@ -1,0 +1,54 @@
+"""The options of speculation, which depend on where the drafts come from."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from trtllm_replayssm.config import (
+    DecodingConfig,
+    DraftTargetDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SpeculativeConfig,
+)
+from trtllm_replayssm.errors import ConfigError
+
+Source = Literal["ngram", "mtp", "draft"]
+
+_CONFIGS: dict[Source, type[DecodingConfig]] = {
+    "ngram": NGramDecodingConfig,
+    "mtp": MTPDecodingConfig,
+    "draft": DraftTargetDecodingConfig,
+}
+
+
+def speculative_config(
+    source: Source | None, max_draft_len: int | None, speculative_model: Path | None, *, is_fixed: bool
+) -> SpeculativeConfig | None:
+    """Make the config of the options; None for plain decoding.
+
+    Args:
+        source: where drafts come from.
+        max_draft_len: None for the source's default.
+        speculative_model: of the source "draft".
+        is_fixed: draft as many tokens at every step.
+
+    Raises:
+        ConfigError: options that do not go together.
+    """
+    if source is None:
+        given = {"max_draft_len": max_draft_len, "speculative_model": speculative_model}
+        names = [name for name, value in given.items() if value is not None]
+        names += ["fixed_draft_len"] if is_fixed else []
+        if names:
+            raise ConfigError(f"{', '.join(names)}: found without --speculative; needed both or neither.")
+        return None
+    if (source == "draft") != (speculative_model is not None):
+        found = "no --speculative_model" if speculative_model is None else "--speculative_model"
+        raise ConfigError(
+            f"speculative_model: found {found} with --speculative {source}; needed it with --speculative draft, and "
+            f"there alone."
+        )
+    wishes: dict[str, Any] = {"max_draft_len": max_draft_len, "speculative_model": speculative_model}
+    made = _CONFIGS[source](adaptive=not is_fixed, **{name: wish for name, wish in wishes.items() if wish is not None})
+    assert isinstance(made, NGramDecodingConfig | MTPDecodingConfig | DraftTargetDecodingConfig)
+    return made
