@@ -46,8 +46,8 @@ test: $(READY)  ## Run the tests; those that need a GPU are skipped where there 
 test-gpu: $(READY)  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu -n $(WORKERS)
 
-soak: $(READY)  ## Run 10,000 random requests of each kind against what one alone generates (some minutes)
-	$(BIN)/python -m pytest -n $(WORKERS) tests/runtime/test_soak.py --soak_requests 10000
+soak: $(READY)  ## Run tens of thousands of disturbed requests against what each generates alone (some minutes)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/runtime/test_soak.py tests/runtime/test_soak_drafters.py --soak_requests 10000
 
 sanitize: $(READY) $(SANITIZER_TOOLS:%=sanitize-%)  ## Run the kernels' short GPU tests under compute-sanitizer
 

@@ -21,7 +21,7 @@ from trtllm_replayssm.runtime.histogram import BOUNDS_S, Histogram
 from trtllm_replayssm.runtime.text_stream import TextStream
 
 RULES = SamplingParams(max_tokens=20, temperature=0.8, seed=4, ignore_eos=True)
-DRAFTS = NGramDecodingConfig(max_draft_len=3)
+DRAFTS = NGramDecodingConfig(max_draft_len=3, adaptive=False)
 
 
 @pytest.fixture

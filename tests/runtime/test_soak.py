@@ -15,7 +15,7 @@ from trtllm_replayssm import LLM, KvCacheConfig, NGramDecodingConfig
 
 LIMITS: dict[str, Any] = {"max_seq_len": 128, "max_num_tokens": 16}
 CROWDED: dict[str, Any] = LIMITS | {"max_batch_size": 6, "kv_cache_config": KvCacheConfig(max_tokens=200)}
-SPECULATION = [None, NGramDecodingConfig(max_draft_len=3)]
+SPECULATION = [None, NGramDecodingConfig(max_draft_len=3, adaptive=False)]
 TEXTS = ("e", "in", "\n", "self", "  ", "re", "a", "x=")
 
 
