@@ -89,6 +89,20 @@ def test_slots_fill_the_fraction_of_what_is_free_and_no_more(fraction: float) ->
             assert (plan.states <= fraction * (available - plan.weights - plan.step)) is fits
 
 
+def test_slots_leave_room_for_what_else_will_be_on_the_device() -> None:
+    geometry = tiny_geometry("M*-M", max_position_embeddings=512)
+
+    def slots(available: int, per_slot: int, fixed: int) -> int:
+        found = settings.of_model(
+            geometry, options(), (), available, lambda limits: fixed + per_slot * limits.max_batch_size
+        )
+        return found.limits.max_batch_size
+
+    alone = slots(60 * 2**20, 0, 0)
+    assert slots(60 * 2**20 + 10**7, 0, 10**7) == alone
+    assert 1 < slots(60 * 2**20, 10**5, 0) < alone
+
+
 def test_no_more_slots_than_256_are_taken_unasked() -> None:
     geometry = tiny_geometry("M*-M", max_position_embeddings=512)
     assert settings.of_model(geometry, options(), (), 2**40).limits.max_batch_size == 256

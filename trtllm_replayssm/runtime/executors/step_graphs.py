@@ -180,10 +180,6 @@ class StepGraphs:
                 if key not in self._captured:
                     self._captured[key] = self._captured_at(key)
 
-    def close(self) -> None:
-        """Drop the graphs and their memory."""
-        self._captured.clear()
-
     def _captured_at(self, key: GraphKey) -> _Captured:
         static = StaticInputs(key, self._sizes.key_lengths[-1], self._device)
         shape = (key.num_rows, key.window, self._vocab_size)
