@@ -11,7 +11,7 @@ from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.models.registry import create_mtp_head
 from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.contract.manifest import Manifest, is_engine_folder, read_manifest
-from trtllm_replayssm.contract.memory_plan import Beside
+from trtllm_replayssm.contract.memory_plan import Beside, Execution, plan_memory
 from trtllm_replayssm.contract.tensors import weight_specs
 from trtllm_replayssm.errors import CheckpointError, ConfigError, ManifestError, UnsupportedError
 from trtllm_replayssm.runtime import settings
@@ -164,6 +164,16 @@ def open_mtp_head(folder: Path, checkpoint_dir: Path | None, target: Executor) -
     return MtpExecutor(
         lambda: create_mtp_head(opened.geometry, target.replay), opened.geometry, target, opened.load_mtp_weights
     )
+
+
+def planned_bytes(folder: Path, options: settings.Options) -> int:
+    """Return what a folder's model will take on a GPU, as far as options say: slots and lengths must be among them."""
+    geometry = open_model_folder(folder, options.dtype).geometry
+    chosen = settings.of_model(geometry, options)
+    how = Execution.of_modules(
+        geometry, "cuda", is_conventional=False, has_graphs=options.cuda_graph_config is not None
+    )
+    return plan_memory(geometry, chosen.replay, chosen.limits, how).total
 
 
 def _device(name: str) -> torch.device:
