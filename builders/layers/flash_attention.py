@@ -64,15 +64,15 @@ def flash_step(
     num_rows, n_heads, capacity, _ = cache.shape
     device = past_lengths.device
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-    # A row without a slot may have any length, of a sequence that ended for instance.
-    past = torch.where(slot_ids >= 0, past_lengths, 0)
-    # What such a row, or a token that is not valid, would write behind the cache goes to its last place: no token that
-    # is kept ever stands there.
-    positions = past_lengths[:, None].long() + torch.arange(seq_len, device=device)
+    # A row without a slot may have any length, and its cache the tokens of a sequence that does not run in this step.
+    # What it writes goes to the last place, where no token that is kept ever stands.
+    has_slot = slot_ids >= 0
+    first = torch.where(has_slot, past_lengths, capacity).long()
+    positions = first[:, None] + torch.arange(seq_len, device=device)
     return FlashStep(
         first_queries=rows * seq_len,
         first_keys=rows * (n_heads * capacity),
-        num_keys=(past + seq_len).clamp(max=capacity),
+        num_keys=(torch.where(has_slot, past_lengths, 0) + seq_len).clamp(max=capacity),
         longest=key_length,
         rows=rows[:num_rows, None].long(),
         positions=positions.clamp(max=capacity - 1),

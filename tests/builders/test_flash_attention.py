@@ -131,6 +131,17 @@ def test_a_row_without_a_slot_sees_its_own_window_alone() -> None:
     assert step.positions.tolist() == [[7, 8], [49, 49]] and step.rows.tolist() == [[0], [1]]
 
 
+@pytest.mark.parametrize("past_of_padding", [0, 3, 900])
+def test_padding_writes_over_no_token_that_is_kept(past_of_padding: int) -> None:
+    """Its cache may belong to a sequence that does not run in this step, and that has any length."""
+    cache = torch.zeros(2, 1, 10, 4)
+    past = torch.tensor([past_of_padding, 8], dtype=torch.int32)
+    slot_ids = torch.tensor([-1, 1], dtype=torch.int32)
+    flash.write_window(cache, torch.ones(2, 3, 1, 4), flash.flash_step(past, slot_ids, 3, cache, 10))
+    # One draft too many at the end of the caches goes to the last place, too.
+    assert cache[:, 0, :, 0].tolist() == [[0.0] * 9 + [1.0], [0.0] * 8 + [1.0] * 2]
+
+
 def test_the_kernel_runs_16_bit_types_on_cuda_alone() -> None:
     a = tiny_geometry("*-").attention
     assert a is not None

@@ -1,5 +1,6 @@
 """The memory plan against what is allocated, and against a device that is too small."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,13 +8,15 @@ import torch
 
 from tests.builders.tiny_geometry import tiny_geometry, tiny_qwen_geometry
 from tests.runtime.test_settings import options
-from trtllm_replayssm import KvCacheConfig
+from tests.tiny_models import make_nemotron_h
+from trtllm_replayssm import DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import Execution, MemoryPlan, plan_memory
 from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.errors import CapacityError, ConfigError
 from trtllm_replayssm.ops.dtypes import torch_dtype
-from trtllm_replayssm.runtime import capacity, pools, settings
+from trtllm_replayssm.runtime import capacity, opening, pools, settings
+from trtllm_replayssm.runtime.speculative import factory
 
 CPU = torch.device("cpu")
 LIMITS = EngineLimits(max_batch_size=5, max_input_len=90, max_seq_len=91, max_num_tokens=33)
@@ -87,6 +90,35 @@ def test_slots_fill_the_fraction_of_what_is_free_and_no_more(fraction: float) ->
             limits = found.limits.model_copy(update={"max_batch_size": size})
             plan = plan_memory(geometry, found.replay, limits, Execution(has_graphs=True))
             assert (plan.states <= fraction * (available - plan.weights - plan.step)) is fits
+
+
+def test_slots_leave_room_for_what_else_will_be_on_the_device() -> None:
+    geometry = tiny_geometry("M*-M", max_position_embeddings=512)
+
+    def slots(available: int, per_slot: int, fixed: int) -> int:
+        found = settings.of_model(
+            geometry, options(), (), available, lambda limits: fixed + per_slot * limits.max_batch_size
+        )
+        return found.limits.max_batch_size
+
+    alone = slots(60 * 2**20, 0, 0)
+    assert slots(60 * 2**20 + 10**7, 0, 10**7) == alone
+    assert 1 < slots(60 * 2**20, 10**5, 0) < alone
+
+
+def test_a_draft_model_is_planned_as_it_will_be_opened(tmp_path: Path) -> None:
+    folder = make_nemotron_h(tmp_path / "hf", pattern="M*-")
+    config = DraftTargetDecodingConfig(speculative_model=folder, max_draft_len=2)
+    beside = factory.memory_beside(config, None)
+    assert beside is not None
+    for size in (2, 5):
+        limits = LIMITS.model_copy(update={"max_batch_size": size})
+        wish = factory._draft_options(config, limits, None)
+        executor, _ = opening.open_executor(folder, "torch", wish, "cpu", None)
+        assert beside(limits) == executor.memory_plan.total
+    assert factory.memory_beside(NGramDecodingConfig(), None) is None
+    absent = factory.memory_beside(DraftTargetDecodingConfig(speculative_model=tmp_path / "absent"), None)
+    assert absent is not None and absent(LIMITS) == 0  # its error comes where it is opened
 
 
 def test_no_more_slots_than_256_are_taken_unasked() -> None:

@@ -4,6 +4,7 @@ States and weights are exact. The largest step is an estimate from above of what
 counted from their operations: the widest layer's intermediate tensors, and the logits with what sampling makes of them.
 """
 
+from collections.abc import Callable
 from math import prod
 from typing import Final
 
@@ -29,6 +30,10 @@ _RULES_BYTES = 24
 # fp32 tensors that a norm holds at a time: its input and its output; a gated one's also the gate and their product.
 _NORM_COPIES, _GATED_NORM_COPIES = 2, 4
 _FP32 = DTYPE_BYTES["float32"]
+
+
+Beside = Callable[[EngineLimits], int]
+"""Limits of a model -> bytes of what is on the device beside it: a prefix cache, a draft model for as many requests."""
 
 
 class MemoryPlan(Frozen):
@@ -156,6 +161,7 @@ def largest_batch_size(
     *,
     available: int,
     fraction: float,
+    beside: Beside | None = None,
 ) -> int:
     """Return the most slots, up to limits.max_batch_size, whose states fit; 0 where not even one does.
 
@@ -166,11 +172,14 @@ def largest_batch_size(
         execution: how it is run.
         available: bytes that are free on the device before the weights are there.
         fraction: the part of what weights and the largest step leave that states may take.
+        beside: what else will be on the device; None for nothing.
     """
 
     def fits(num_slots: int) -> bool:
-        plan = plan_memory(geometry, replay, limits.model_copy(update={"max_batch_size": num_slots}), execution)
-        return plan.states <= fraction * (available - plan.weights - plan.step)
+        tried = limits.model_copy(update={"max_batch_size": num_slots})
+        plan = plan_memory(geometry, replay, tried, execution)
+        others = 0 if beside is None else beside(tried)
+        return plan.states <= fraction * (available - plan.weights - plan.step - others)
 
     least, most = 0, limits.max_batch_size
     while least < most:

@@ -107,7 +107,8 @@ class LLM:
             cuda_graph_config=cuda_graph_config,
         )
         weights = None if checkpoint_dir is None else _path("checkpoint_dir", checkpoint_dir)
-        self._executor, self._limits = open_executor(folder, executor, options, str(device), weights)
+        beside = factory.memory_beside(speculative_config, cuda_graph_config)
+        self._executor, self._limits = open_executor(folder, executor, options, str(device), weights, beside)
         _LOGGER.info("memory of %s: %s", self.device, self.memory_plan.summary())
         self._tokenizer = Tokenizer.from_folder(folder)
         target = factory.Target(self._executor, self._limits, options, self._tokenizer, folder, weights)

@@ -11,6 +11,7 @@ from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.models.registry import create_mtp_head
 from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.contract.manifest import Manifest, is_engine_folder, read_manifest
+from trtllm_replayssm.contract.memory_plan import Beside, Execution, plan_memory
 from trtllm_replayssm.contract.tensors import weight_specs
 from trtllm_replayssm.errors import CheckpointError, ConfigError, ManifestError, UnsupportedError
 from trtllm_replayssm.runtime import settings
@@ -25,7 +26,12 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def open_executor(
-    folder: Path, executor: ExecutorName, options: settings.Options, device: str, checkpoint_dir: Path | None
+    folder: Path,
+    executor: ExecutorName,
+    options: settings.Options,
+    device: str,
+    checkpoint_dir: Path | None,
+    beside: Beside | None = None,
 ) -> tuple[Executor, EngineLimits]:
     """Make the executor of a folder.
 
@@ -35,6 +41,7 @@ def open_executor(
         options: the user's wishes.
         device: "auto", "cpu", "cuda" or "cuda:<n>".
         checkpoint_dir: where the weights are, for an engine folder that has none.
+        beside: what else will be on the device: slots that the user left open leave room for it.
 
     Returns:
         The executor, and what requests are held to.
@@ -56,12 +63,17 @@ def open_executor(
             f"engines do not return; needed {TORCH_EXECUTOR}."
         )
     if manifest is None:
-        return _open_model(folder, executor, options, device, checkpoint_dir)
+        return _open_model(folder, executor, options, device, checkpoint_dir, beside)
     return _open_engine(folder, manifest, executor, options, device, checkpoint_dir)
 
 
 def _open_model(
-    folder: Path, executor: ExecutorName, options: settings.Options, device: str, checkpoint_dir: Path | None
+    folder: Path,
+    executor: ExecutorName,
+    options: settings.Options,
+    device: str,
+    checkpoint_dir: Path | None,
+    beside: Beside | None,
 ) -> tuple[Executor, EngineLimits]:
     if checkpoint_dir is not None:
         raise ConfigError(f"checkpoint_dir: found {checkpoint_dir} with {folder}, which is no engine; needed none.")
@@ -73,7 +85,7 @@ def _open_model(
         )
     target = _device(device)
     available = available_bytes(target) if target.type == "cuda" else None
-    chosen = settings.of_model(geometry, options, _kernel_capabilities(options, target), available)
+    chosen = settings.of_model(geometry, options, _kernel_capabilities(options, target), available, beside)
     return _torch_executor(folder, chosen, options, device), chosen.limits
 
 
@@ -152,6 +164,16 @@ def open_mtp_head(folder: Path, checkpoint_dir: Path | None, target: Executor) -
     return MtpExecutor(
         lambda: create_mtp_head(opened.geometry, target.replay), opened.geometry, target, opened.load_mtp_weights
     )
+
+
+def planned_bytes(folder: Path, options: settings.Options) -> int:
+    """Return what a folder's model will take on a GPU, as far as options say: slots and lengths must be among them."""
+    geometry = open_model_folder(folder, options.dtype).geometry
+    chosen = settings.of_model(geometry, options)
+    how = Execution.of_modules(
+        geometry, "cuda", is_conventional=False, has_graphs=options.cuda_graph_config is not None
+    )
+    return plan_memory(geometry, chosen.replay, chosen.limits, how).total
 
 
 def _device(name: str) -> torch.device:

@@ -9,7 +9,7 @@ from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, ReplayConfig
 from trtllm_replayssm.contract import defaults, protocol
 from trtllm_replayssm.contract.geometry import AUTO, EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import Manifest
-from trtllm_replayssm.contract.memory_plan import Execution, largest_batch_size
+from trtllm_replayssm.contract.memory_plan import Beside, Execution, largest_batch_size
 from trtllm_replayssm.errors import ConfigError, validation_text
 from trtllm_replayssm.plugins.history_choice import resolve_history
 from trtllm_replayssm.runtime.capacity import fitting_limits
@@ -61,6 +61,7 @@ def of_model(
     options: Options,
     compute_capabilities: Sequence[int] = (),
     available: int | None = None,
+    beside: Beside | None = None,
 ) -> Settings:
     """Return the settings of a model that is no engine.
 
@@ -70,6 +71,7 @@ def of_model(
         compute_capabilities: of the GPUs whose kernels will run it, as 10 * major + minor; none on the CPU.
         available: bytes that are free on the GPU: slots and lengths that the user left open are made to fit; None, as
             on the CPU, takes the defaults.
+        beside: what else will be there.
 
     Raises:
         ConfigError: history < 1 + max_draft_len, or a limit out of range.
@@ -100,22 +102,22 @@ def of_model(
         max_num_tokens=min(max_num_tokens, max_seq_len - 1),
     )
     if available is not None:
-        limits = _fitting(limits, geometry, replay, options, available)
+        limits = _fitting(Settings(geometry, replay, limits), options, available, beside)
     return Settings(geometry, replay, limits)
 
 
-def _fitting(
-    limits: EngineLimits, geometry: ModelGeometry, replay: ReplayGeometry, options: Options, available: int
-) -> EngineLimits:
+def _fitting(wanted: Settings, options: Options, available: int, beside: Beside | None) -> EngineLimits:
+    geometry, replay = wanted.geometry, wanted.replay
+
     def largest(limits: EngineLimits) -> int:
-        return largest_batch_size(geometry, replay, limits, how, available=available, fraction=fraction)
+        return largest_batch_size(geometry, replay, limits, how, available=available, fraction=fraction, beside=beside)
 
     fraction = options.kv_cache_config.free_gpu_memory_fraction
     how = Execution.of_modules(
         geometry, "cuda", is_conventional=not options.replay.enabled, has_graphs=options.cuda_graph_config is not None
     )
     return fitting_limits(
-        limits, largest, is_batch_free=options.max_batch_size is None, is_length_free=options.max_seq_len is None
+        wanted.limits, largest, is_batch_free=options.max_batch_size is None, is_length_free=options.max_seq_len is None
     )
 
 

@@ -81,24 +81,20 @@ class StepSizes:
 class StaticInputs:
     """The inputs of one graph: fixed addresses, rows of padding until they are filled.
 
-    Padding stands at the end of the caches: where windows are written whole, no sequence keeps a token there.
-
     Args:
         key: sizes of the graph.
-        capacity: rows of the caches.
         device: where.
     """
 
-    def __init__(self, key: GraphKey, capacity: int, device: torch.device) -> None:
+    def __init__(self, key: GraphKey, device: torch.device) -> None:
         rows, window = key.num_rows, key.window
-        self._padding_length = capacity - window
 
         def tensor(*shape: int, value: int = 0) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
         self.inputs = StepInputs(
             input_ids=tensor(rows, window),
-            past_lengths=tensor(rows, value=self._padding_length),
+            past_lengths=tensor(rows),
             checkpoint_lengths=tensor(rows),
             num_tokens=tensor(rows),
             slot_ids=tensor(rows, value=PADDING_SLOT),
@@ -113,9 +109,8 @@ class StaticInputs:
         num_rows = len(inputs.slot_ids)
         torch._foreach_copy_([own[:num_rows] for own in self.inputs.tensors()], list(inputs.tensors()))
         if num_rows < self._num_filled:
-            emptied = slice(num_rows, self._num_filled)
-            self.inputs.slot_ids[emptied] = PADDING_SLOT
-            self.inputs.past_lengths[emptied] = self._padding_length
+            # num_tokens and lengths of a row without a slot are not read.
+            self.inputs.slot_ids[num_rows : self._num_filled] = PADDING_SLOT
         self._num_filled = num_rows
 
 
@@ -180,12 +175,8 @@ class StepGraphs:
                 if key not in self._captured:
                     self._captured[key] = self._captured_at(key)
 
-    def close(self) -> None:
-        """Drop the graphs and their memory."""
-        self._captured.clear()
-
     def _captured_at(self, key: GraphKey) -> _Captured:
-        static = StaticInputs(key, self._sizes.key_lengths[-1], self._device)
+        static = StaticInputs(key, self._device)
         shape = (key.num_rows, key.window, self._vocab_size)
         logits = self._logits[: key.num_rows * key.window * self._vocab_size].view(shape)
         outputs: list[StepOutputs] = []

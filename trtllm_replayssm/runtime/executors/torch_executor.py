@@ -101,8 +101,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Drop the graphs, the pools and the weights."""
-        if self._graphs is not None:
-            self._graphs.close()
+        self._graphs = None
         self._states = ()
         del self._module
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_replayssm.config import (
+    CudaGraphConfig,
     DecodingConfig,
     DraftTargetDecodingConfig,
     MTPDecodingConfig,
@@ -12,10 +13,11 @@ from trtllm_replayssm.config import (
 )
 from trtllm_replayssm.contract import defaults, protocol
 from trtllm_replayssm.contract.geometry import EngineLimits
+from trtllm_replayssm.contract.memory_plan import Beside
 from trtllm_replayssm.errors import ConfigError, ReplaySSMError
 from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.executors.base import Executor
-from trtllm_replayssm.runtime.opening import open_executor, open_mtp_head
+from trtllm_replayssm.runtime.opening import open_executor, open_mtp_head, planned_bytes
 from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter
 from trtllm_replayssm.runtime.speculative.base import Drafter, HiddenStateDrafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
@@ -104,17 +106,7 @@ def make_drafter(config: DecodingConfig | None, drafter: Drafter | None, target:
 
 def _draft_model(config: DraftTargetDecodingConfig, target: Target) -> DraftModelDrafter:
     folder = Path(config.speculative_model)
-    window = protocol.window_length(config.max_draft_len)
-    options = settings.Options(
-        dtype="auto",
-        max_batch_size=target.limits.max_batch_size,
-        max_seq_len=target.limits.max_seq_len,
-        max_num_tokens=None,
-        # An engine keeps the history that it was built with; a model needs more than the default for long windows.
-        replay=ReplayConfig(history=window) if window > defaults.HISTORY else ReplayConfig(),
-        max_draft_len=config.max_draft_len,
-        cuda_graph_config=target.options.cuda_graph_config,
-    )
+    options = _draft_options(config, target.limits, target.options.cuda_graph_config)
     try:
         executor, limits = open_executor(folder, "auto", options, str(target.executor.device), None)
     except ReplaySSMError as error:
@@ -125,6 +117,36 @@ def _draft_model(config: DraftTargetDecodingConfig, target: Target) -> DraftMode
         executor.close()
         raise
     return DraftModelDrafter(executor, limits, config.max_draft_len)
+
+
+def memory_beside(config: object, cuda_graph_config: CudaGraphConfig | None) -> Beside | None:
+    """Return what a draft model will take on a GPU beside a target with given limits; None without one."""
+    if not isinstance(config, DraftTargetDecodingConfig):
+        return None
+
+    def draft_model(limits: EngineLimits) -> int:
+        try:
+            return planned_bytes(Path(config.speculative_model), _draft_options(config, limits, cuda_graph_config))
+        except ReplaySSMError:
+            return 0  # refused where it is opened, by its name
+
+    return draft_model
+
+
+def _draft_options(
+    config: DraftTargetDecodingConfig, limits: EngineLimits, cuda_graph_config: CudaGraphConfig | None
+) -> settings.Options:
+    window = protocol.window_length(config.max_draft_len)
+    return settings.Options(
+        dtype="auto",
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=limits.max_seq_len,
+        max_num_tokens=None,
+        # An engine keeps the history that it was built with; a model needs more than the default for long windows.
+        replay=ReplayConfig(history=window) if window > defaults.HISTORY else ReplayConfig(),
+        max_draft_len=config.max_draft_len,
+        cuda_graph_config=cuda_graph_config,
+    )
 
 
 def _check_vocabulary(folder: Path, draft: Executor, target: Target) -> None:
