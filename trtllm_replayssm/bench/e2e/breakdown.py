@@ -21,7 +21,7 @@ COPIES: Final = "copies"
 _PATTERNS: Final = (
     ("state", r"replay_mamba2|replay_gated_delta_net|selective_scan|selective_state|gated_delta_rule|delta_rule"),
     ("conv", r"causal_conv"),
-    ("attention", r"fmha|flash|attention|softmax|splitkv|mha_"),
+    ("attention", r"fmha|flash|attention|splitkv|mha_"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|gemv|cublas|splitk"),
 )
 CATEGORIES: Final = (*(name for name, _ in _PATTERNS), OTHER, COPIES, SAMPLING, GAPS)
