@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from trtllm_replayssm.bench.e2e.breakdown import CATEGORIES
+from trtllm_replayssm.bench.e2e.breakdown import CATEGORIES, COPIES, OTHER
 from trtllm_replayssm.bench.e2e.latency import Percentiles
 from trtllm_replayssm.bench.e2e.report import (
     Case,
@@ -110,14 +110,16 @@ def _serving_table(serving: tuple[ServingMeasurement, ...]) -> Table:
 
 
 def _breakdown_table(steps: tuple[StepMeasurement, ...]) -> Table:
-    numbers = ("T", "B", *(_SHORT.get(name, name) for name in CATEGORIES), "sum", "kernels")
+    shown = [name for name in CATEGORIES if name != COPIES]
+    numbers = ("T", "B", *(_SHORT.get(name, name) for name in shown), "sum", "kernels")
     table = new_table("Where a step's time goes, ms", "mode", "state", *numbers, numbers=numbers)
     table.padding = (0, 1, 0, 0)
-    table.caption = "  other: norms, activations, residuals; gaps: no kernel runs; kernels: launched in a step\n"
+    table.caption = "  other: norms, activations, copies; gaps: no kernel runs; kernels: launched in a step\n"
     table.caption_justify = "left"
     for m in steps:
         if m.breakdown is not None:
-            parts = (f"{m.breakdown.us[name] / 1e3:.2f}" for name in CATEGORIES)
+            us = {**m.breakdown.us, OTHER: m.breakdown.us[OTHER] + m.breakdown.us[COPIES]}
+            parts = (f"{us[name] / 1e3:.2f}" for name in shown)
             total, launches = f"{m.breakdown.step_us / 1e3:.2f}", f"{m.breakdown.launches:.0f}"
             table.add_row(*_case_cells(m.case), *parts, total, launches)
     return table

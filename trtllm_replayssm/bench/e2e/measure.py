@@ -149,6 +149,14 @@ def limits_of(options: Options, replay: ReplayGeometry, batch_size: int) -> Engi
     )
 
 
+def _graph_sizes(batch_size: int) -> tuple[int, ...]:
+    """Return a batch size, for steps without padding, and the powers of two below it, for when requests begin and end.
+
+    An ``LLM`` captures more sizes, and would take its time here.
+    """
+    return (*(2**k for k in range((batch_size - 1).bit_length())), batch_size)
+
+
 def _num_steps(options: Options) -> int:
     return WARM_UP_STEPS + options.num_steps + (PROFILED_STEPS if options.with_breakdown else 0)
 
@@ -158,7 +166,7 @@ def _measure(job: Job, options: Options) -> tuple[Measurement, ...]:
     measured: list[Measurement] = []
     if options.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(options.device)
-    graphs = CudaGraphConfig() if options.with_graphs else None
+    graphs = CudaGraphConfig(batch_sizes=_graph_sizes(job.batch_size)) if options.with_graphs else None
     with open_mode(job.mode, options.geometry, job.replay, limits, options.device, graphs) as opened:
         if options.context is not None:
             measured.append(_measure_steps(job, opened, options, options.context))
