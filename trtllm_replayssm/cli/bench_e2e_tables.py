@@ -74,7 +74,7 @@ def _steps_table(steps: tuple[StepMeasurement, ...]) -> Table:
     table = new_table("Steady steps", "mode", "state", *numbers, numbers=numbers)
     table.caption = (
         f"  {steps[0].context} tokens of context; ms: median of {steps[0].num_steps} steps, greedy choice included;\n  "
-        "host: ms to queue one; tok/step: tokens that a row keeps\n"
+        "host: ms to queue one, the device's own where its queue is full; tok/step: tokens that a row keeps\n"
     )
     table.caption_justify = "left"
     for m in steps:
