@@ -143,6 +143,14 @@ def test_what_does_not_fit_is_reported_and_the_run_goes_on(monkeypatch: pytest.M
     assert isinstance(found[1], Failure) and found[1].reason.startswith("states: found 1 GiB")
 
 
+def test_a_real_drafter_is_measured_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--level", "serving", "--mode", "replay", "--drafter", "ngram", "--json"]
+    assert main([*COMMAND, *options]) == 0
+    _, found = EndToEndReport.model_validate_json(capsys.readouterr().out).serving
+    assert found.case.drafts == "n-gram, acceptance as it comes" and found.case.window == 4
+    assert found.acceptance_rate is None or 0.0 <= found.acceptance_rate <= 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
