@@ -21,8 +21,7 @@ def test_tuned_kernels_continue_as_plain_torch_does(name: str, max_draft_len: in
     geometry = models.model_named(name, 1)
     replay = ReplayGeometry(max_draft_len=max_draft_len)
     with conventional.tuned_conventional(geometry, replay, SLOTS, device) as kernels:
-        if kernels.startswith(conventional.PLAIN):
-            pytest.skip(kernels)
+        # Where the library is not installed plain torch runs, and must be itself.
         found = drive(geometry, replay, device)
     assert largest_error(found, drive(geometry, replay, device)) < BOUND, kernels
 
