@@ -39,7 +39,9 @@ def test_a_few_layers_of_true_shape_are_measured(
     assert not report.failures and len(report.steps) == len(report.serving) == 2
     for m in report.steps:
         assert m.breakdown is not None
-        for category in ("state", "conv", "attention", "GEMM", "sampling"):
+        for category in ("state", "conv", "GEMM", "sampling"):
             assert m.breakdown.us[category] > 0, category
+        # Windows of several tokens may attend in matrix products.
+        assert m.breakdown.us["attention"] > 0 or m.case.window > 1
         assert sum(m.breakdown.us.values()) == pytest.approx(m.breakdown.step_us)
         assert m.memory_gib is not None and m.memory_gib > 0

@@ -17,7 +17,8 @@ GAPS: Final = "gaps"
 OTHER: Final = "other"
 COPIES: Final = "copies"
 
-# The first pattern that is found in a kernel's name counts: attention of torch is made of CUTLASS, too.
+# The first pattern that is found in a kernel's name counts: attention of torch is made of CUTLASS, too. Attention in
+# plain matrix products cannot be told from other ones, and counts as they do.
 _PATTERNS: Final = (
     ("state", r"replay_mamba2|replay_gated_delta_net|selective_scan|selective_state|gated_delta_rule|delta_rule"),
     ("conv", r"causal_conv"),
