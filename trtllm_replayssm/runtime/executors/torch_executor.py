@@ -105,11 +105,12 @@ class TorchExecutor:
         return self._module.output_matrix
 
     def close(self) -> None:
-        """Drop the graphs, the pools and the weights."""
+        """Drop the graphs, the pools and the weights; a second call does nothing."""
         if self._graphs is not None:
             self._graphs.close()
         self._states = ()
-        del self._module
+        if hasattr(self, "_module"):
+            del self._module
 
     def _run(self, inputs: StepInputs, key_length: int, logits: torch.Tensor | None = None) -> StepOutputs:
         rows = slice(inputs.first_slot, inputs.first_slot + len(inputs.slot_ids))
