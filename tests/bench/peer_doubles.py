@@ -78,9 +78,23 @@ def vllm_update(
     out: Tensor,
     num_accepted_tokens: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    null_block_id: int = 0,
 ) -> None:
-    assert dt_softplus and (state_batch_indices > 0).all(), "slot 0 is nobody's"
+    is_used = state_batch_indices[:, 0] != null_block_id
+    assert dt_softplus and (is_used | (null_block_id < 0)).all(), "slot 0 is nobody's"
     window = state_batch_indices.size(1)
+    if not is_used.all():
+        used = is_used.repeat_interleave(window)
+        ends = None if cu_seqlens is None else cu_seqlens[: int(is_used.sum()) + 1]
+        accepted = None if num_accepted_tokens is None else num_accepted_tokens[is_used]
+        dt_of_used = dt[..., 0][used][..., None].expand(-1, *dt.shape[1:])
+        part = out[used]
+        vllm_update(
+            *(state, x[used], dt_of_used, A, B[used], C[used], D, dt_bias, True),
+            *(state_batch_indices[is_used], part, accepted, ends, null_block_id),
+        )
+        out[used] = part
+        return
     slots = state_batch_indices.long()
     first = torch.zeros(len(slots), dtype=torch.long) if num_accepted_tokens is None else num_accepted_tokens.long() - 1
     assert cu_seqlens is None or cu_seqlens.diff().eq(window).all()

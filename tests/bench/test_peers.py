@@ -178,7 +178,7 @@ def test_a_run_holds_ours_to_the_peers_and_names_those_that_fail(
     libraries.mamba.checkpointing_ssu = refuse
     monkeypatch.setattr("torch.zeros", zeros)
     monkeypatch.setattr(kernels, "_time", timed_by_bytes)
-    monkeypatch.setattr(kernels, "_time_briefly", timed_by_bytes)
+    monkeypatch.setattr(kernels, "time_briefly", timed_by_bytes)
     monkeypatch.setattr("torch.cuda.device", nullcontext)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     jobs = [job for job in kernels.plan([make_case()]) if job.peer is not None]

@@ -24,10 +24,10 @@ FLOORS = {
     "backend": 1,
     "plugins": 1,
     "ops": 2,
-    "bench": 3,
     "builders": 3,
     "runtime": 4,
-    "cli": 5,
+    "bench": 5,
+    "cli": 6,
 }
 
 # The runtime meets the builders in two places only, so that running an engine needs no exporter.

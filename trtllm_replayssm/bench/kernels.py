@@ -96,7 +96,7 @@ def _measure_peer(
     torch.manual_seed(0)
     try:
         workload: Tunable = peer(case, device)
-        tune(workload, case, _time_briefly, choices)
+        tune(workload, case, time_briefly, choices)
         output_error = workload.check()
         return summarize(case, workload, _time(workload), output_error, copy_bandwidth, setting_name(workload.setting))
     except Exception as error:  # noqa: BLE001 - another library's code may raise anything
@@ -116,7 +116,7 @@ def _time(workload: Workload) -> Timing:
     return time_graph(partial(_launch_all, workload, num_steps), workload.num_sets * num_steps)
 
 
-def _time_briefly(workload: Workload) -> Timing:
+def time_briefly(workload: Workload) -> Timing:
     """Time a few steps of all sets: enough to tell one launch setting from another, since rows are out of step."""
     num_steps = min(workload.num_steps, -(-_LEAST_LAUNCHES_OF_A_SETTING // workload.num_sets))
     launches = workload.num_sets * num_steps

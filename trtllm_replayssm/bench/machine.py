@@ -1,5 +1,6 @@
 """The machine that is measured: its device, its versions, its clocks."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -59,8 +60,29 @@ def cuda_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def any_device(name: str) -> torch.device:
+    """Return the CPU, or the CUDA device of a name as ``cuda_device`` does."""
+    return torch.device("cpu") if name == "cpu" else cuda_device(name)
+
+
 def describe(device: torch.device) -> Machine:
-    """Describe a CUDA device and the software that drives it."""
+    """Describe a device and the software that drives it."""
+    versions = {
+        "trtllm_replayssm": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }
+    if device.type == "cpu":
+        return Machine(
+            card="CPU",
+            compute_capability="none",
+            multiprocessors=os.cpu_count() or 1,
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            l2_bytes=0,
+            nvidia_smi={},
+            versions=versions,
+        )
     properties = torch.cuda.get_device_properties(device)
     return Machine(
         card=properties.name,
@@ -69,12 +91,7 @@ def describe(device: torch.device) -> Machine:
         memory_bytes=properties.total_memory,
         l2_bytes=properties.L2_cache_size,
         nvidia_smi=_ask_nvidia_smi(f"GPU-{properties.uuid}"),
-        versions={
-            "trtllm_replayssm": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": str(torch.version.cuda),
-        },
+        versions=versions,
     )
 
 

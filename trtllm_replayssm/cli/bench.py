@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from trtllm_replayssm.cli.bench_e2e import e2e
 from trtllm_replayssm.cli.tables import rendered
 from trtllm_replayssm.contract import defaults
 
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from trtllm_replayssm.bench.tuning import Choices
 
 app = typer.Typer()
+app.command()(e2e)
 
 
 @app.callback()
 def _group() -> None:
-    """Measure the kernels on this machine's GPU."""
+    """Measure kernels and whole models on this machine's GPU."""
 
 
 @app.command()

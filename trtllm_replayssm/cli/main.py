@@ -50,8 +50,11 @@ COMMANDS: Final[dict[str, Command]] = {
     "inspect": Command("trtllm_replayssm.cli.inspect", "Show what a model or engine folder holds."),
     "bench": Command(
         "trtllm_replayssm.cli.bench",
-        "Measure the kernels on this machine's GPU.",
-        ("--shape", "--batch_sizes", "--state_dtype", "--max_draft_len", "--prefill_batch_sizes"),
+        "Measure kernels and whole models on this machine's GPU.",
+        (
+            *("--shape", "--batch_sizes", "--state_dtype", "--max_draft_len", "--prefill_batch_sizes"),
+            *("--level", "--mode"),
+        ),
     ),
 }
 

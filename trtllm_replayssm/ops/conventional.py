@@ -1,5 +1,8 @@
 """The conventional decode of each recurrence, for comparison: what replay saves is measured against it."""
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -29,6 +32,28 @@ _GATED_DELTA_NET_TABLE = (
     checks.Argument("ssm_snapshots", ("slots", "T + 1", "Hv", "K", "V"), "state", is_written=True),
     *_COUNTERS,
 )
+
+Kernel = Callable[[dict[str, Tensor], int], Tensor]
+"""Runs a window of one recurrence: the op's tensors by name, and max_draft_len -> what the op returns."""
+
+_stand_ins: dict[str, Kernel] = {}
+
+
+@contextmanager
+def stand_ins(kernels: Mapping[str, Kernel]) -> Iterator[None]:
+    """Let other kernels run in the place of plain torch, so that replay is compared with a tuned conventional decode.
+
+    Args:
+        kernels: "mamba2" or "gated_delta_net" -> its kernel. It gets checked tensors, addresses the snapshots as it
+            likes, and need not zero the outputs of padding rows and invalid tokens.
+    """
+    before = dict(_stand_ins)
+    _stand_ins.update(kernels)
+    try:
+        yield
+    finally:
+        _stand_ins.clear()
+        _stand_ins.update(before)
 
 
 def mamba2_conventional(
@@ -95,6 +120,8 @@ def mamba2_conventional(
     if x.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
     checks.check_counters(_MAMBA2, tensors, size)
+    if (kernel := _stand_ins.get("mamba2")) is not None:
+        return kernel(tensors, max_draft_len)
     y = mamba2_reference.mamba2_conventional(
         Inputs(x, dt, B, C),
         Weights(A, D, dt_bias),
@@ -168,6 +195,8 @@ def gated_delta_net_conventional(
     if q.is_meta:
         return torch.empty(v.shape, dtype=v.dtype, device="meta")
     checks.check_counters(_GATED_DELTA_NET, tensors, size)
+    if (kernel := _stand_ins.get("gated_delta_net")) is not None:
+        return kernel(tensors, max_draft_len)
     o = gated_delta_net_reference.gated_delta_net_conventional(
         GatedDeltaNetInputs(q, k, v, a, b),
         GatedDeltaNetWeights(A_log, dt_bias),

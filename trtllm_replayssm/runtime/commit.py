@@ -6,6 +6,8 @@ travels. Rollback is the part of a window that is not added.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import ReplayGeometry
 from trtllm_replayssm.runtime.slots import Slots
@@ -21,15 +23,14 @@ def commit(plan: StepPlan, verdicts: Sequence[Verdict], slots: Slots, replay: Re
         slots: in-out, the counters.
         replay: history and window of the executor.
     """
-    is_prefill = protocol.is_prefill(plan.window, replay.max_draft_len)
-    for row, verdict in zip(plan.rows, verdicts, strict=True):
-        c, f = int(slots.past_lengths[row.slot]), int(slots.checkpoint_lengths[row.slot])
-        assert 0 <= verdict.num_accepted_tokens <= len(row.token_ids), "more tokens accepted than ran"
-        if is_prefill:
-            c, f = protocol.advance_prefill(c, verdict.num_accepted_tokens)
-        else:
-            c, f = protocol.advance(
-                c, f, verdict.num_accepted_tokens, history=replay.history, max_draft_len=replay.max_draft_len
-            )
-        slots.past_lengths[row.slot] = c
-        slots.checkpoint_lengths[row.slot] = f
+    rows = np.array([row.slot for row in plan.rows])
+    accepted = np.array([verdict.num_accepted_tokens for verdict in verdicts], dtype=np.int32)
+    assert len(accepted) == len(rows), "one verdict per row"
+    assert (accepted >= 0).all(), "no tokens are taken back"
+    assert (accepted <= [len(row.token_ids) for row in plan.rows]).all(), "more tokens accepted than ran"
+    c, f = slots.past_lengths[rows], slots.checkpoint_lengths[rows]
+    if protocol.is_prefill(plan.window, replay.max_draft_len):
+        c, f = protocol.advance_prefill(c, accepted)
+    else:
+        c, f = protocol.advance(c, f, accepted, history=replay.history, max_draft_len=replay.max_draft_len)
+    slots.past_lengths[rows], slots.checkpoint_lengths[rows] = c, f

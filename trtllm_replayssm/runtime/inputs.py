@@ -50,7 +50,7 @@ def build_inputs(plan: StepPlan, slots: Slots, device: torch.device) -> StepInpu
 
 
 def _max_past_length(plan: StepPlan, slots: Slots) -> int:
-    return max(int(slots.past_lengths[row.slot]) for row in plan.rows)
+    return int(slots.past_lengths[[row.slot for row in plan.rows]].max())
 
 
 def _offsets(shapes: list[tuple[int, ...]]) -> tuple[list[int], int]:
@@ -67,9 +67,11 @@ def _fill(host: list[npt.NDArray[np.int32]], plan: StepPlan, slots: Slots) -> No
     past_lengths[:] = slots.past_lengths[of_step]
     checkpoint_lengths[:] = slots.checkpoint_lengths[of_step]
     slot_ids[:] = PADDING_SLOT
-    for planned in plan.rows:
-        row, n = planned.slot - plan.first_slot, len(planned.token_ids)
-        input_ids[row, :n] = planned.token_ids
-        num_tokens[row] = n
-        slot_ids[row] = planned.slot
-        logits_indices[row] = n - 1 if plan.kind == "prompt" else np.minimum(np.arange(plan.window), n - 1)
+    slots_of_rows = np.array([planned.slot for planned in plan.rows])
+    rows, columns = slots_of_rows - plan.first_slot, np.arange(plan.window)
+    counts = np.array([len(planned.token_ids) for planned in plan.rows])
+    num_tokens[rows] = counts
+    slot_ids[rows] = slots_of_rows
+    logits_indices[rows] = counts[:, None] - 1 if plan.kind == "prompt" else np.minimum(columns, counts[:, None] - 1)
+    row_of_token, column_of_token = np.nonzero(columns < counts[:, None])
+    input_ids[rows[row_of_token], column_of_token] = [t for planned in plan.rows for t in planned.token_ids]

@@ -34,7 +34,7 @@ from trtllm_replayssm.runtime.outputs import RequestOutput
 from trtllm_replayssm.runtime.prompts import Inputs, PlainPrompt, Prompt, PromptDesk
 from trtllm_replayssm.runtime.serving_loop import ServingLoop
 from trtllm_replayssm.runtime.speculative import factory
-from trtllm_replayssm.runtime.speculative.base import Drafter
+from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class LLM:
         checkpoint_dir: str | Path | None = None,
         cuda_graph_config: CudaGraphConfig | None = _ALL_GRAPHS,
     ) -> None:
-        self._folder = folder = _path("model", model)
+        folder = _path("model", model)
         max_draft_len = factory.max_draft_len(speculative_config, drafter)
         options = settings.Options(
             dtype=dtype,
@@ -108,23 +108,48 @@ class LLM:
         )
         weights = None if checkpoint_dir is None else _path("checkpoint_dir", checkpoint_dir)
         beside = factory.memory_beside(speculative_config, cuda_graph_config)
-        self._executor, self._limits = open_executor(folder, executor, options, str(device), weights, beside)
-        _LOGGER.info("memory of %s: %s", self.device, self.memory_plan.summary())
+        opened, self._limits = open_executor(folder, executor, options, str(device), weights, beside)
+        _LOGGER.info("memory of %s: %s", opened.device, opened.memory_plan.summary())
         self._tokenizer = Tokenizer.from_folder(folder)
-        target = factory.Target(self._executor, self._limits, options, self._tokenizer, folder, weights)
-        self._drafter = factory.make_drafter(speculative_config, drafter, target)
+        target = factory.Target(opened, self._limits, options, self._tokenizer, folder, weights)
+        drafter = factory.make_drafter(speculative_config, drafter, target)
+        self._start(f"{str(folder)!r}, ", opened, drafter, scheduler_config, kv_cache_config)
+
+    @classmethod
+    def from_executor(
+        cls, executor: Executor, *, scheduler_config: SchedulerConfig | None = None, drafter: Drafter | None = None
+    ) -> Self:
+        """Serve an executor that was made elsewhere, of random weights for instance; prompts are token ids.
+
+        Args:
+            executor: runs the steps; closed with the ``LLM``. Requests are held to its limits.
+            scheduler_config: as for the class.
+            drafter: your own source of draft tokens, at most as many as the executor's windows have room for.
+
+        Raises:
+            ConfigError: drafts that the executor's windows have no room for, or no drafter.
+        """
+        wanted, most = factory.max_draft_len(None, drafter), executor.replay.max_draft_len
+        if wanted > most:
+            raise ConfigError(f"drafter: found max_draft_len {wanted}; needed at most {most}.")
+        llm = cls.__new__(cls)
+        llm._limits, llm._tokenizer = executor.limits, None
+        llm._start("", executor, NoDrafter() if drafter is None else drafter, scheduler_config, None)
+        return llm
+
+    def _start(
+        self,
+        name: str,
+        executor: Executor,
+        drafter: Drafter,
+        scheduling: SchedulerConfig | None,
+        cache: KvCacheConfig | None,
+    ) -> None:
+        self._name, self._executor, self._drafter = name, executor, drafter
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
-        self._recorder = MetricsRecorder(
-            self.geometry, self._executor.replay, is_conventional=self._executor.is_conventional
-        )
-        self._serving = _make_serving_loop(
-            self._executor,
-            self._drafter,
-            self._limits,
-            self._recorder,
-            scheduler_config or SchedulerConfig(),
-            kv_cache_config or KvCacheConfig(),
-        )
+        self._recorder = MetricsRecorder(self.geometry, executor.replay, is_conventional=executor.is_conventional)
+        scheduling, cache = scheduling or SchedulerConfig(), cache or KvCacheConfig()
+        self._serving = _make_serving_loop(executor, drafter, self._limits, self._recorder, scheduling, cache)
         self._next_id = 0
         self._lock = threading.Lock()
         # Also when nobody closes it, and when Python ends.
@@ -140,7 +165,7 @@ class LLM:
         limits = f"max_batch_size={self.limits.max_batch_size}, max_seq_len={self.limits.max_seq_len}"
         closed = ", closed" if self._serving.is_closed else ""
         return (
-            f"LLM({str(self._folder)!r}, executor={self.executor!r}, device={self.device!r}, "
+            f"LLM({self._name}executor={self.executor!r}, device={self.device!r}, "
             f"dtype={self.geometry.dtype!r}, {limits}, history={self.replay.history}{closed})"
         )
 

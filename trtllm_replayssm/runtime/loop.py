@@ -100,10 +100,11 @@ class DecodeLoop:
             return refused
         inputs = build_inputs(plan, self._slots, self._executor.device)
         outputs = self._executor.step(inputs)
+        # A device still runs the step: what needs no result is done before one is waited for.
+        self._recorder.count_step(plan, self._slots)
         verdicts = judge(plan, outputs.logits)
         if self._hidden_state_drafter is not None:
             self._hidden_state_drafter.follow(plan, inputs, outputs, verdicts, self._slots)
-        self._recorder.count_step(plan, self._slots)
         commit(plan, verdicts, self._slots, self._executor.replay)
         appended = self._scheduler.settle(plan, verdicts)
         self._recorder.count_tokens(plan, verdicts, appended)

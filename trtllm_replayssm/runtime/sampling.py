@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from trtllm_replayssm.contract.memory_plan import SAMPLED_LOGITS
 from trtllm_replayssm.runtime.logit_rules import Penalties, adjust_logits
@@ -68,8 +69,8 @@ def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[lis
         part = sampled[start : start + most]
         where = to_device(np.array(part), logits.device)
         tokens[where] = _sample(adjusted[where], [rules[index] for index in part])
-    chosen = logits.gather(-1, tokens[:, None])[:, 0]
-    logprobs = chosen - logits.logsumexp(dim=-1)
+    # One pass over the logits and one result of their size; logsumexp makes two and passes five times.
+    logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
     # One copy to the host, which waits for the step here and nowhere else; fp64 holds both as they are.
     ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
     return [int(token) for token in ids], values

@@ -6,6 +6,7 @@ cache row i for batch row i.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -61,7 +62,7 @@ class StepPlan:
     first_slot: int
     num_rows: int
 
-    @property
+    @cached_property
     def window(self) -> int:
         """S, the longest window of a row."""
         return max(len(row.token_ids) for row in self.rows)

@@ -9,7 +9,7 @@ from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.config import CudaGraphConfig
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
-from trtllm_replayssm.contract.tensors import state_specs
+from trtllm_replayssm.contract.tensors import TensorSpec, state_specs
 from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.capacity import check_memory
 from trtllm_replayssm.runtime.executors.buckets import batch_buckets, key_length_buckets
@@ -83,6 +83,11 @@ class TorchExecutor:
             if cuda_graphs.warm_up:
                 self._warm_up()
 
+    @property
+    def states(self) -> tuple[tuple[TensorSpec, torch.Tensor], ...]:
+        """The state pools and key/value caches, in the order of ``contract.tensors.state_specs``."""
+        return tuple(zip(self._specs, self._states, strict=True))
+
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Run the module on the step's rows of the caches and on the whole state pools, in place."""
         with torch.inference_mode():
@@ -100,10 +105,11 @@ class TorchExecutor:
         return self._module.output_matrix
 
     def close(self) -> None:
-        """Drop the graphs, the pools and the weights."""
+        """Drop the graphs, the pools and the weights; a second call does nothing."""
         self._graphs = None
         self._states = ()
-        del self._module
+        if hasattr(self, "_module"):
+            del self._module
 
     def _run(self, inputs: StepInputs, key_length: int, logits: torch.Tensor | None = None) -> StepOutputs:
         rows = slice(inputs.first_slot, inputs.first_slot + len(inputs.slot_ids))

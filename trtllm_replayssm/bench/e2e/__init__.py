@@ -1,0 +1,1 @@
+"""Whole models under load: random weights of true shapes, replay beside the conventional decode."""
