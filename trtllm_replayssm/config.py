@@ -61,17 +61,37 @@ class ReplayConfig(UserOptions):
 
 
 class KvCacheConfig(UserOptions):
-    """How much memory the requests' states may take.
+    """How much memory the requests' states may take, and the reuse of prompt beginnings.
+
+    With enable_block_reuse, snapshots are kept of prompts that ran, for later ones that begin alike. A snapshot holds
+    all states, key/value rows included, so it costs a whole recurrent state however short the prefix is. A request that
+    starts from one generates the tokens that it generates without: every prompt then runs in the same pieces, cut at
+    the blocks' borders, and snapshots stand at these.
 
     Attributes:
         free_gpu_memory_fraction: where ``max_batch_size`` is not given, a GPU gets as many slots as fit this part of
             the memory that the weights and the largest step leave free.
         max_tokens: most tokens of all running sequences together, at least ``max_seq_len``; what outgrows it goes back
             to waiting and is computed again. None for what the slots hold, max_batch_size x max_seq_len.
+        enable_block_reuse: keep and use snapshots.
+        tokens_per_block: prompts share multiples of so many tokens. No prompt piece is longer than a block, so a short
+            one makes long prompts slow; at most max_num_tokens, more than 1 + max_draft_len.
+        device_cache_size: bytes next to the state pools, set aside when the model is loaded.
+        host_cache_size: bytes of host memory, page-locked for a GPU, that take what no longer fits the device; the
+            least recently used goes first, from both.
+        reuse_generated_tokens: also keep a snapshot of every sequence as it ends, for prompts that continue it, as the
+            next turn of a conversation does. Such a state was made by decode steps, not by prompt pieces, and differs
+            from a prompt's by rounding: a request that starts from it may generate other tokens where two are about
+            equally likely.
     """
 
     free_gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     max_tokens: PositiveInt | None = None
+    enable_block_reuse: bool = False
+    tokens_per_block: PositiveInt = 256
+    device_cache_size: Annotated[int, Field(ge=0)] = 2**30
+    host_cache_size: Annotated[int, Field(ge=0)] = 0
+    reuse_generated_tokens: bool = False
 
 
 class CudaGraphConfig(UserOptions):
@@ -231,6 +251,8 @@ class SamplingParams(UserOptions):
         end_id: the end token, when it is not the model's own.
         ignore_eos: do not end at the end token.
         skip_special_tokens: leave special tokens out of the text.
+        enable_block_reuse: with KvCacheConfig(enable_block_reuse=True), whether this request may start from a snapshot
+            and leaves ones.
         logprobs: return, for each generated token, the log-probabilities of so many likeliest tokens and its own; 0
             returns its own alone, None nothing. They are the model's: no other option here changes them.
     """
@@ -255,6 +277,7 @@ class SamplingParams(UserOptions):
     end_id: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    enable_block_reuse: bool = True
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator(*_MAY_BE_NONE, mode="before")

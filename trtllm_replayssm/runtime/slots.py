@@ -35,6 +35,11 @@ class Slots:
         self.checkpoint_lengths[slot] = 0
         return slot
 
+    def resume(self, slot: int, past_length: int, checkpoint_length: int) -> None:
+        """Set the counters of a slot, just acquired, whose states were copied from elsewhere."""
+        self.past_lengths[slot] = past_length
+        self.checkpoint_lengths[slot] = checkpoint_length
+
     def release(self, slot: int) -> None:
         """Give a slot back. Its memory and counters stay as they are until it is taken again."""
         assert slot not in self._free, f"slot {slot} is given back twice"

@@ -83,6 +83,11 @@ class TorchExecutor:
             if cuda_graphs.warm_up:
                 self._warm_up()
 
+    @property
+    def states(self) -> tuple[pools.State, ...]:
+        """Every state and its pool."""
+        return tuple(map(pools.State, self._specs, self._states))
+
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Run the module on the step's rows of the caches and on the whole state pools, in place."""
         with torch.inference_mode():
