@@ -246,7 +246,8 @@ class SamplingParams(UserOptions):
         bad_token_ids: tokens that are not generated.
         n: sequences to generate, each with random numbers of its own; the first is that of n=1. Each runs the prompt.
         seed: of this request's random numbers; None takes one from the operating system.
-        stop: strings that end the request; the text is cut before the first of them.
+        stop: strings that end the request, wherever the borders of tokens are; the text is cut before the first.
+        include_stop_str_in_output: cut the text behind that stop string instead.
         stop_token_ids: tokens that end the request; they stay out of the text.
         end_id: the end token, when it is not the model's own.
         ignore_eos: do not end at the end token.
@@ -273,6 +274,7 @@ class SamplingParams(UserOptions):
     n: PositiveInt = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     end_id: int | None = None
     ignore_eos: bool = False

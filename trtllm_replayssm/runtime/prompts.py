@@ -10,6 +10,7 @@ from trtllm_replayssm.config import SamplingParams
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry
 from trtllm_replayssm.errors import RequestError
 from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.text_stream import TextStream
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -67,10 +68,17 @@ class PromptDesk:
                 max_new_tokens=min(params.max_tokens, self.limits.max_seq_len - len(token_ids)),
                 index=index,
                 bad_words=bad_words,
-                text=self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens) if self.tokenizer else None,
+                text=self._stream(params),
             )
             for index in range(params.n)
         ]
+
+    def _stream(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.stream(
+            skip_special_tokens=params.skip_special_tokens, keeps_stop=params.include_stop_str_in_output
+        )
 
     def _token_ids(self, number: int, prompt: PlainPrompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -171,13 +171,18 @@ class Request:
     def _completion(self) -> CompletionOutput:
         return CompletionOutput(
             index=self.index,
-            text="" if self.text is None else self.text.text,
+            text=self._shown_text(),
             token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self.params.logprobs is None else list(self.top_logprobs),
         )
+
+    def _shown_text(self) -> str:
+        if self.text is None:
+            return ""
+        return self.text.text if self.is_finished else self.text.settled(self.params.stop)
 
     @cached_property
     def _prompt(self) -> npt.NDArray[np.int64]:

@@ -65,6 +65,6 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+    def stream(self, *, skip_special_tokens: bool = True, keeps_stop: bool = False) -> TextStream:
         """Return an empty text that grows token by token."""
-        return TextStream(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+        return TextStream(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), keeps_stop=keeps_stop)
