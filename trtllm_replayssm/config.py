@@ -1,9 +1,11 @@
 """What a user sets: sampling, replay and speculation. Frozen; an unknown key is an error."""
 
+import warnings
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import AUTO, Frozen, History, StateDtype
@@ -220,6 +222,56 @@ class SchedulerConfig(UserOptions):
 SpeculativeConfig = NGramDecodingConfig | DraftTargetDecodingConfig | MTPDecodingConfig
 
 
+with warnings.catch_warnings():
+    # TensorRT-LLM's name for a schema is also that of an obsolete method of pydantic's models.
+    warnings.filterwarnings("ignore", 'Field name "json"')
+
+    class GuidedDecodingParams(UserOptions):
+        """What a generated text must be: one of the four.
+
+        Attributes:
+            json: a JSON schema, as text, as a dict or as a pydantic model class; the text is a value of it.
+            regex: a regular expression (the syntax of Rust's regex crate) that matches the whole text.
+            grammar: an extended Backus-Naur form, as GBNF (from the rule ``root``) or as Lark (from ``start``).
+            json_object: any JSON object.
+        """
+
+        json: Any = None
+        regex: str | None = None
+        grammar: str | None = None
+        json_object: bool = False
+
+        @field_validator("json", mode="before")
+        @classmethod
+        def _schema_text(cls, value: object) -> object:
+            if isinstance(value, type) and issubclass(value, BaseModel):
+                value = value.model_json_schema()
+            if value is None or isinstance(value, str):
+                return value
+            if not isinstance(value, dict):
+                raise ValueError(
+                    f"found {type(value).__name__}; needed a JSON schema: text, a dict or a pydantic model"
+                )
+            return dumps(value)
+
+        @model_validator(mode="after")
+        def _exactly_one(self) -> Self:
+            found = [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
+            if len(found) != 1:
+                raise ValueError(
+                    f"found {' and '.join(found) or 'nothing'}; needed one of json, regex, grammar, json_object"
+                )
+            return self
+
+        def source(self) -> tuple[Literal["json", "regex", "grammar"], str]:
+            """Return the kind of grammar and its text."""
+            if self.regex is not None:
+                return "regex", self.regex
+            if self.grammar is not None:
+                return "grammar", self.grammar
+            return "json", '{"type": "object"}' if self.json_object else str(self.json)
+
+
 class SamplingParams(UserOptions):
     """How the tokens of one request are chosen, when it ends, and what is returned.
 
@@ -244,6 +296,8 @@ class SamplingParams(UserOptions):
         bad: strings that are not to be generated: the tokens of each, as they are in and at the start of a text, never
             follow one another. The same text from other tokens is not noticed.
         bad_token_ids: tokens that are not generated.
+        guided_decoding: what the text must be, up to its end or to max_tokens, which may cut it; other options choose
+            among the tokens that are allowed. A text that nothing can follow ends the request.
         n: sequences to generate, each with random numbers of its own; the first is that of n=1. Each runs the prompt.
         seed: of this request's random numbers; None takes one from the operating system.
         stop: strings that end the request, wherever the borders of tokens are; the text is cut before the first.
@@ -271,6 +325,7 @@ class SamplingParams(UserOptions):
     logit_bias: dict[int, FiniteFloat] = Field(default_factory=dict)
     bad: tuple[str, ...] = ()
     bad_token_ids: tuple[int, ...] = ()
+    guided_decoding: GuidedDecodingParams | None = None
     n: PositiveInt = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()

@@ -63,7 +63,7 @@ def build_fold_inputs(
     """
 
     def one(value: int) -> torch.Tensor:
-        return torch.tensor([value], dtype=torch.int32, device=device)
+        return to_device(np.array([value], dtype=np.int32), device)
 
     return StepInputs(
         input_ids=torch.zeros((1, window), dtype=torch.int32, device=device),
