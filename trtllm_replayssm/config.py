@@ -95,6 +95,11 @@ class KvCacheConfig(UserOptions):
     host_cache_size: Annotated[int, Field(ge=0)] = 0
     reuse_generated_tokens: bool = False
 
+    @property
+    def prefix_device_bytes(self) -> int:
+        """Bytes that snapshots take on the device, whether there are any yet or not."""
+        return self.device_cache_size if self.enable_block_reuse else 0
+
 
 class CudaGraphConfig(UserOptions):
     """Which decode steps of the torch executor are replayed as CUDA graphs.
@@ -298,7 +303,8 @@ class SamplingParams(UserOptions):
         bad_token_ids: tokens that are not generated.
         guided_decoding: what the text must be, up to its end or to max_tokens, which may cut it; other options choose
             among the tokens that are allowed. A text that nothing can follow ends the request.
-        n: sequences to generate, each with random numbers of its own; the first is that of n=1. Each runs the prompt.
+        n: sequences to generate, each with random numbers of its own; the first is that of n=1. Those that get
+            slots at a time run the prompt once.
         seed: of this request's random numbers; None takes one from the operating system.
         stop: strings that end the request, wherever the borders of tokens are; the text is cut before the first.
         include_stop_str_in_output: cut the text behind that stop string instead.

@@ -69,7 +69,7 @@ def _judge_rows(plan_rows: Sequence[RowPlan], first_slot: int, logits: torch.Ten
     for row in plan_rows:
         for j, mask in enumerate(_masks(row)):
             rules.append(_rule(row, j, mask))
-            places.append((row.slot - first_slot, j))
+            places.append((row.source_slot - first_slot, j))
     if not rules:
         return tuple(Verdict(len(row.token_ids), (), ()) for row in plan_rows)
     targets = _at(logits, places)

@@ -19,6 +19,8 @@ from trtllm_replayssm.runtime.inputs import build_inputs
 from trtllm_replayssm.runtime.metrics import MetricsRecorder
 from trtllm_replayssm.runtime.outputs import FinishReason
 from trtllm_replayssm.runtime.prefix_cache.reuse import PrefixReuse
+from trtllm_replayssm.runtime.prefix_cache.slot_states import SlotStates
+from trtllm_replayssm.runtime.prompt_sharing import PromptSharing
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.request_heap import RequestHeap
 from trtllm_replayssm.runtime.scheduler import Scheduler
@@ -60,9 +62,12 @@ class DecodeLoop:
         self._hidden_state_drafter = hidden_state_drafter(drafter)
         self._recorder = recorder
         self._slots = Slots(limits.max_batch_size)
+        head = () if self._hidden_state_drafter is None else self._hidden_state_drafter.states
+        states = SlotStates(executor.geometry, (*executor.states, *head))
+        self._sharing = PromptSharing(states, self._slots)
         self.reuse: PrefixReuse | None = None
         if cache_config is not None and cache_config.enable_block_reuse:
-            self.reuse = PrefixReuse(executor, self._slots, cache_config, limits)
+            self.reuse = PrefixReuse(executor, states, self._slots, cache_config, limits)
         self._scheduler = Scheduler(
             self._slots,
             limits.max_num_tokens,
@@ -111,10 +116,12 @@ class DecodeLoop:
             return refused
         inputs = build_inputs(plan, self._slots, self._executor.device)
         outputs = self._executor.step(inputs)
+        self._recorder.count_step(plan, self._slots)
+        plan = self._share_prompt(plan)
         verdicts = judge(plan, outputs.logits)
         if self._hidden_state_drafter is not None:
             self._hidden_state_drafter.follow(plan, inputs, outputs, verdicts, self._slots)
-        self._recorder.count_step(plan, self._slots)
+        self._sharing.copy_states(plan)
         commit(plan, verdicts, self._slots, self._executor.replay)
         if self.reuse is not None:
             self.reuse.after_commit(plan, verdicts)
@@ -172,9 +179,19 @@ class DecodeLoop:
                 self.reuse.end(request)
         for request in admitted:
             self._drafter.begin(request.request_id, request.tokens(0, request.num_tokens))
-            if self.reuse is not None:
+            # One that will take over another's states needs none of its own.
+            if self.reuse is not None and not any(r.rank < request.rank for r in self._scheduler.siblings(request)):
                 self.reuse.begin(request)
         self._recorder.count_preemptions(len(preempted))
+
+    def _share_prompt(self, plan: StepPlan) -> StepPlan:
+        """Let the other sequences of a prompt that has run to its end go on from there."""
+        if plan.kind != "prompt" or not plan.rows[0].is_sampled:
+            return plan
+        followers = self._scheduler.siblings(plan.rows[0].request)
+        if self.reuse is not None:
+            self.reuse.follow(followers)
+        return self._sharing.share(plan, followers) if followers else plan
 
     def _draft(self, plan: StepPlan) -> tuple[StepPlan, tuple[Request, ...]]:
         """Add drafts to a plan; return it without the requests that ended because theirs are no tokens, and those."""

@@ -99,6 +99,16 @@ class Request:
         return self.max_new_tokens - len(self.token_ids)
 
     @property
+    def prompt_id(self) -> int:
+        """The same for all sequences of a prompt."""
+        return self.request_id - self.index
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the request is about to run its prompt and nothing else."""
+        return self.state is RequestState.PREFILL and not self.token_ids
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Orders requests by whose turn it is: higher priority first, then the order in which they came."""
         return (-self.priority, self.request_id)

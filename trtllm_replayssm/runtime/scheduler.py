@@ -120,6 +120,13 @@ class Scheduler:
         self._prompt_steps = self._prompt_tokens = 0
         return self._plan_decode(decoding)
 
+    def siblings(self, request: Request) -> list[Request]:
+        """Return the other sequences of a prompt that have slots and have not begun to generate either."""
+        if request.params.n == 1 or not request.is_fresh:
+            return []
+        running = self._running.values()
+        return [r for r in running if r.prompt_id == request.prompt_id and r.is_fresh and r is not request]
+
     def settle(self, plan: StepPlan, verdicts: Sequence[Verdict]) -> tuple[tuple[int, ...], ...]:
         """Append the new tokens to their requests and release the slots of finished ones.
 

@@ -13,7 +13,7 @@ class Slots:
     """A free list, and the counters of every slot.
 
     Attributes:
-        past_lengths: int32 [slots], tokens committed (c). Written here at acquire, and by ``commit`` alone.
+        past_lengths: int32 [slots], tokens committed (c). Written here, for a slot that is taken, and by ``commit``.
         checkpoint_lengths: int32 [slots], tokens folded into the checkpoint (f). Written as ``past_lengths``.
     """
 

@@ -40,16 +40,16 @@ class Arena:
     def __init__(self, capacity: int, device: torch.device, *, is_page_locked: bool = False) -> None:
         self.capacity = capacity - capacity % ALIGNMENT
         self.used_bytes = 0
+        self._is_locked = False
         try:
             self._memory = torch.empty(self.capacity, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA; a plain RuntimeError on the CPU
+            if is_page_locked and self.capacity:
+                self._lock_pages()
+        except RuntimeError as error:  # torch.OutOfMemoryError or CudaError; a plain RuntimeError on the CPU
             raise CapacityError(
                 f"memory of {device}: found no room for a prefix cache of {capacity} bytes ({error}); needed that. "
                 f"Lower device_cache_size or host_cache_size of the KvCacheConfig."
             ) from error
-        self._is_locked = False
-        if is_page_locked and self.capacity:
-            self._lock_pages()
         self._free = [Range(0, self.capacity)] if self.capacity else []
 
     def allocate(self, num_bytes: int) -> Range | None:
@@ -84,6 +84,7 @@ class Arena:
     def close(self) -> None:
         """Drop the memory; the arena is not used again."""
         if self._is_locked:
+            torch.cuda.synchronize()  # copies may still be under way
             torch.cuda.check_error(_cudart().cudaHostUnregister(self._memory.data_ptr()))
             self._is_locked = False
         self._memory = torch.empty(0, dtype=torch.uint8)

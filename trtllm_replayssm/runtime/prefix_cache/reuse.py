@@ -22,7 +22,8 @@ class PrefixReuse:
     """The prefix cache of one executor, as the loop sees it.
 
     Args:
-        executor: whose states are copied.
+        executor: folds what is pending.
+        states: copies of its slots.
         slots: the counters.
         config: budgets and block size; enable_block_reuse is set.
         limits: what requests are held to.
@@ -32,7 +33,9 @@ class PrefixReuse:
         CapacityError: the device has no room for the budget.
     """
 
-    def __init__(self, executor: Executor, slots: Slots, config: KvCacheConfig, limits: EngineLimits) -> None:
+    def __init__(
+        self, executor: Executor, states: SlotStates, slots: Slots, config: KvCacheConfig, limits: EngineLimits
+    ) -> None:
         self.block_size = _block_size(config, limits, executor.replay)
         self._executor = executor
         self._slots = slots
@@ -40,7 +43,7 @@ class PrefixReuse:
         self._keeps_generated = config.reuse_generated_tokens
         is_cuda = executor.device.type == "cuda"
         self._cache = PrefixCache(
-            SlotStates(executor.geometry, executor.states),
+            states,
             self.block_size,
             Arena(config.device_cache_size, executor.device),
             Arena(config.host_cache_size, torch.device("cpu"), is_page_locked=is_cuda),
@@ -56,6 +59,10 @@ class PrefixReuse:
         start = self._cache.restore(tokens, request.slot)
         self._slots.resume(request.slot, start, start)
         self._to_save[request.request_id] = self._cache.positions_to_save(tokens)
+
+    def follow(self, requests: Sequence[Request]) -> None:
+        """Know requests that take over another's states: their own ends may be kept, too."""
+        self._to_save |= {request.request_id: frozenset() for request in requests if request.params.enable_block_reuse}
 
     def after_commit(self, plan: StepPlan, verdicts: Sequence[Verdict]) -> None:
         """Take the snapshots that a prompt piece has led to."""

@@ -79,7 +79,7 @@ class SlotStates:
 
     def _add_part(self, state: State) -> None:
         kind, pool, at = state.spec.name.rpartition("_")[0], state.pool, self.state_bytes
-        if kind == "ssm_state":
+        if kind in ("ssm_state", "last_hidden"):  # the latter of a multi-token prediction head
             self._parts.append(lambda slot, position: iter([(pool[slot], at)]))
             self.state_bytes = at + _aligned(pool[0].nbytes)
         elif kind == "ssm_snapshots":  # of the conventional decode: the state after t tokens is in row t mod rows
