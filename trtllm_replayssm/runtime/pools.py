@@ -1,7 +1,7 @@
 """State pools: allocated once, after the memory plan fits. A slot that is taken is not cleared."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from trtllm_replayssm.errors import CapacityError
 from trtllm_replayssm.ops.dtypes import torch_dtype
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """A state of an executor: what it is and where it is.
 
     Attributes:

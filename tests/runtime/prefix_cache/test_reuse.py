@@ -22,7 +22,7 @@ HISTORY = 6
 CONFIG = KvCacheConfig(enable_block_reuse=True, tokens_per_block=BLOCK, device_cache_size=2**24)
 # What the tiny models need for a state and a block: budgets of a few of them make evictions frequent.
 SNAPSHOT_BYTES = 48_000
-RULES: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1}
+RULES: dict[str, Any] = {"max_tokens": 7, "ignore_eos": True, "logprobs": 1}
 GREEDY = SamplingParams(**RULES, temperature=0.0)
 SAMPLED = SamplingParams(**RULES, seed=3, top_k=40)
 Result = tuple[list[int], object]
@@ -84,7 +84,7 @@ def text(seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_hit_of_every_prefix_length_generates_what_no_hit_does(llm: LLM, params: SamplingParams) -> None:
     base = text(1, 40)
-    for shared in (1, 5, 6, 7, 8, 9, 15, 16, 17, 24, 33):
+    for shared in (1, 6, 7, 8, 9, 16, 17, 33):
         prompt = [*base[:shared], *text(100 + shared, 11)]
         expected = run(llm, prompt, params, reuse=False)
         run(llm, base, params)
@@ -128,7 +128,7 @@ def test_a_request_that_opts_out_neither_finds_nor_leaves_anything(llm: LLM) -> 
     assert run(llm, prompt) == expected and reused(llm) == 3 * BLOCK
 
 
-@pytest.mark.parametrize("budgets", [(0, 0), (3, 0), (0, 3), (2, 3), (5, 2)], ids=str)
+@pytest.mark.parametrize("budgets", [(0, 0), (0, 3), (2, 3)], ids=str)
 def test_whatever_runs_and_leaves_the_outputs_stay_and_the_budgets_hold(folder: Path, budgets: tuple[int, int]) -> None:
     device, host = (number * SNAPSHOT_BYTES for number in budgets)
     config = CONFIG.model_copy(update={"device_cache_size": device, "host_cache_size": host})
@@ -136,7 +136,7 @@ def test_whatever_runs_and_leaves_the_outputs_stay_and_the_budgets_hold(folder: 
     hits = 0
     with open_llm(folder, config, drafts=2) as llm:
 
-        @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 34), st.integers(0, 4)), min_size=4, max_size=10))
         def serve(requests: list[tuple[int, int, int]]) -> None:
             nonlocal hits
@@ -170,11 +170,11 @@ def test_several_at_a_time_share_and_each_ends_as_it_does_alone(llm: LLM) -> Non
 def test_the_next_turn_of_a_conversation_starts_where_the_last_one_ended(folder: Path, drafts: int) -> None:
     config = CONFIG.model_copy(update={"reuse_generated_tokens": True})
     with open_llm(folder, config, drafts=drafts) as llm:
-        for length in range(3, 21):
+        for length in range(3, 21, 2):
             prompt = text(length, length)
             # A stop token in the middle of what is drafted: accepted drafts behind it do not count.
             answer = llm.generate(prompt, GREEDY).outputs[0].token_ids
-            stop = GREEDY.model_copy(update={"stop_token_ids": (answer[5],)})
+            stop = GREEDY.model_copy(update={"stop_token_ids": (answer[4],)})
             answer = llm.generate(prompt, stop).outputs[0].token_ids
             sequence = [*prompt, *answer]
             reused(llm)
