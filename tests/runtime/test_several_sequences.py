@@ -108,6 +108,23 @@ def test_a_prompt_runs_once_for_all_its_sequences_and_leaves_each_what_running_i
         assert llm.metrics()["num_prompt_tokens"] == 2 * length - reused
 
 
+@pytest.mark.gpu
+def test_a_shared_prompt_leaves_each_sequence_what_running_it_does_on_a_gpu(
+    tmp_path: Path,
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = make_nemotron_h(tmp_path / "hf", pattern="M-M*-M", head_dim=64, d_state=64)
+    rules = SamplingParams(**RULES, seed=9, n=4)
+    options: dict[str, Any] = {"max_seq_len": 64, "max_num_tokens": 8, "speculative_config": NGramDecodingConfig()}
+    found = []
+    for num_slots in (1, 6):
+        with LLM(folder, device="cuda", max_batch_size=num_slots, **options) as llm:
+            outputs = [llm.generate(list(range(5, 5 + length)), rules).outputs for length in (3, 8, 19)]
+            found.append([completion.token_ids for output in outputs for completion in output])
+            assert llm.metrics()["num_prompt_tokens"] == (3 + 8 + 19) * (4 if num_slots == 1 else 1)
+    assert found[0] == found[1]
+
+
 def test_when_the_first_sequence_ends_before_its_prompt_has_run_the_next_one_runs_it(folder: Path) -> None:
     prompt = [5 + (i * i) % 50 for i in range(30)]
     rules = SamplingParams(**RULES, seed=9, n=3)
