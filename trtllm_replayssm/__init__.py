@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trtllm_replayssm.config import (
         CudaGraphConfig,
         DraftTargetDecodingConfig,
+        GuidedDecodingParams,
         KvCacheConfig,
         MTPDecodingConfig,
         NGramDecodingConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "CompletionOutput",
     "CudaGraphConfig",
     "DraftTargetDecodingConfig",
+    "GuidedDecodingParams",
     "KvCacheConfig",
     "Logprob",
     "MTPDecodingConfig",
@@ -55,6 +57,7 @@ __all__ = [
 _LAZY = {
     "CudaGraphConfig": "trtllm_replayssm.config",
     "DraftTargetDecodingConfig": "trtllm_replayssm.config",
+    "GuidedDecodingParams": "trtllm_replayssm.config",
     "KvCacheConfig": "trtllm_replayssm.config",
     "MTPDecodingConfig": "trtllm_replayssm.config",
     "NGramDecodingConfig": "trtllm_replayssm.config",

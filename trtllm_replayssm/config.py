@@ -1,9 +1,11 @@
 """What a user sets: sampling, replay and speculation. Frozen; an unknown key is an error."""
 
+import warnings
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import AUTO, Frozen, History, StateDtype
@@ -61,17 +63,42 @@ class ReplayConfig(UserOptions):
 
 
 class KvCacheConfig(UserOptions):
-    """How much memory the requests' states may take.
+    """How much memory the requests' states may take, and the reuse of prompt beginnings.
+
+    With enable_block_reuse, snapshots are kept of prompts that ran, for later ones that begin alike. A snapshot holds
+    all states, key/value rows included, so it costs a whole recurrent state however short the prefix is. A request that
+    starts from one generates the tokens that it generates without: every prompt then runs in the same pieces, cut at
+    the blocks' borders, and snapshots stand at these.
 
     Attributes:
         free_gpu_memory_fraction: where ``max_batch_size`` is not given, a GPU gets as many slots as fit this part of
             the memory that the weights and the largest step leave free.
         max_tokens: most tokens of all running sequences together, at least ``max_seq_len``; what outgrows it goes back
             to waiting and is computed again. None for what the slots hold, max_batch_size x max_seq_len.
+        enable_block_reuse: keep and use snapshots.
+        tokens_per_block: prompts share multiples of so many tokens. No prompt piece is longer than a block, so a short
+            one makes long prompts slow; at most max_num_tokens, more than 1 + max_draft_len.
+        device_cache_size: bytes next to the state pools, set aside when the model is loaded.
+        host_cache_size: bytes of host memory, page-locked for a GPU, that take what no longer fits the device; the
+            least recently used goes first, from both.
+        reuse_generated_tokens: also keep a snapshot of every sequence as it ends, for prompts that continue it, as the
+            next turn of a conversation does. Such a state was made by decode steps, not by prompt pieces, and differs
+            from a prompt's by rounding: a request that starts from it may generate other tokens where two are about
+            equally likely.
     """
 
     free_gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     max_tokens: PositiveInt | None = None
+    enable_block_reuse: bool = False
+    tokens_per_block: PositiveInt = 256
+    device_cache_size: Annotated[int, Field(ge=0)] = 2**30
+    host_cache_size: Annotated[int, Field(ge=0)] = 0
+    reuse_generated_tokens: bool = False
+
+    @property
+    def prefix_device_bytes(self) -> int:
+        """Bytes that snapshots take on the device, whether there are any yet or not."""
+        return self.device_cache_size if self.enable_block_reuse else 0
 
 
 class CudaGraphConfig(UserOptions):
@@ -200,6 +227,56 @@ class SchedulerConfig(UserOptions):
 SpeculativeConfig = NGramDecodingConfig | DraftTargetDecodingConfig | MTPDecodingConfig
 
 
+with warnings.catch_warnings():
+    # TensorRT-LLM's name for a schema is also that of an obsolete method of pydantic's models.
+    warnings.filterwarnings("ignore", 'Field name "json"')
+
+    class GuidedDecodingParams(UserOptions):
+        """What a generated text must be: one of the four.
+
+        Attributes:
+            json: a JSON schema, as text, as a dict or as a pydantic model class; the text is a value of it.
+            regex: a regular expression (the syntax of Rust's regex crate) that matches the whole text.
+            grammar: an extended Backus-Naur form, as GBNF (from the rule ``root``) or as Lark (from ``start``).
+            json_object: any JSON object.
+        """
+
+        json: Any = None
+        regex: str | None = None
+        grammar: str | None = None
+        json_object: bool = False
+
+        @field_validator("json", mode="before")
+        @classmethod
+        def _schema_text(cls, value: object) -> object:
+            if isinstance(value, type) and issubclass(value, BaseModel):
+                value = value.model_json_schema()
+            if value is None or isinstance(value, str):
+                return value
+            if not isinstance(value, dict):
+                raise ValueError(
+                    f"found {type(value).__name__}; needed a JSON schema: text, a dict or a pydantic model"
+                )
+            return dumps(value)
+
+        @model_validator(mode="after")
+        def _exactly_one(self) -> Self:
+            found = [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
+            if len(found) != 1:
+                raise ValueError(
+                    f"found {' and '.join(found) or 'nothing'}; needed one of json, regex, grammar, json_object"
+                )
+            return self
+
+        def source(self) -> tuple[Literal["json", "regex", "grammar"], str]:
+            """Return the kind of grammar and its text."""
+            if self.regex is not None:
+                return "regex", self.regex
+            if self.grammar is not None:
+                return "grammar", self.grammar
+            return "json", '{"type": "object"}' if self.json_object else str(self.json)
+
+
 class SamplingParams(UserOptions):
     """How the tokens of one request are chosen, when it ends, and what is returned.
 
@@ -224,13 +301,19 @@ class SamplingParams(UserOptions):
         bad: strings that are not to be generated: the tokens of each, as they are in and at the start of a text, never
             follow one another. The same text from other tokens is not noticed.
         bad_token_ids: tokens that are not generated.
-        n: sequences to generate, each with random numbers of its own; the first is that of n=1. Each runs the prompt.
+        guided_decoding: what the text must be, up to its end or to max_tokens, which may cut it; other options choose
+            among the tokens that are allowed. A text that nothing can follow ends the request.
+        n: sequences to generate, each with random numbers of its own; the first is that of n=1. Those that get
+            slots at a time run the prompt once.
         seed: of this request's random numbers; None takes one from the operating system.
-        stop: strings that end the request; the text is cut before the first of them.
+        stop: strings that end the request, wherever the borders of tokens are; the text is cut before the first.
+        include_stop_str_in_output: cut the text behind that stop string instead.
         stop_token_ids: tokens that end the request; they stay out of the text.
         end_id: the end token, when it is not the model's own.
         ignore_eos: do not end at the end token.
         skip_special_tokens: leave special tokens out of the text.
+        enable_block_reuse: with KvCacheConfig(enable_block_reuse=True), whether this request may start from a snapshot
+            and leaves ones.
         logprobs: return, for each generated token, the log-probabilities of so many likeliest tokens and its own; 0
             returns its own alone, None nothing. They are the model's: no other option here changes them.
     """
@@ -248,13 +331,16 @@ class SamplingParams(UserOptions):
     logit_bias: dict[int, FiniteFloat] = Field(default_factory=dict)
     bad: tuple[str, ...] = ()
     bad_token_ids: tuple[int, ...] = ()
+    guided_decoding: GuidedDecodingParams | None = None
     n: PositiveInt = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     end_id: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    enable_block_reuse: bool = True
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator(*_MAY_BE_NONE, mode="before")

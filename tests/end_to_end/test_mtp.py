@@ -12,7 +12,7 @@ from tests.end_to_end.reference import Reference
 from tests.end_to_end.test_parity import PROMPTS, make_llm, tokens_of
 from tests.mtp_models import make_with_mtp
 from tests.oracle.mtp import Head, Shape
-from trtllm_replayssm import LLM, MTPDecodingConfig, SamplingParams
+from trtllm_replayssm import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
 from trtllm_replayssm.builders.checkpoint.convert import BalanceSheet, convert
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.engine import build
@@ -150,6 +150,35 @@ def test_a_head_that_knows_the_model_is_always_right(folders: Folders, family: s
     metrics = llm.metrics()
     assert metrics["acceptance_rate"] == 1.0
     assert metrics["num_decode_rows"] == len(PROMPTS) * -(-(LENGTH - 1) // 5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_behind_a_reused_prefix_the_head_drafts_what_it_drafts_without(folders: Folders, family: str) -> None:
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8, device_cache_size=2**22)
+    llm = speculating(folders(family, "copying", PARTLY), max_batch_size=4, kv_cache_config=cache)
+    prompt = [3 + i * i % 50 for i in range(30)]
+    rules = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    found = []
+    for _ in range(2):
+        # In between, other texts run in the slot.
+        llm.generate([9, 8, 7], rules.model_copy(update={"enable_block_reuse": False}))
+        llm.reset_metrics()
+        tokens = llm.generate(prompt, rules).outputs[0].token_ids
+        metrics = llm.metrics()
+        found.append((tokens, metrics["num_draft_tokens"], metrics["num_accepted_drafts"]))
+    assert metrics["num_reused_tokens"] == 24
+    assert found[0] == found[1] and found[0][2] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sequences_of_one_prompt_share_what_the_head_read_of_it(folders: Folders, family: str) -> None:
+    folder = folders(family, "copying", 0.0)
+    rules = SamplingParams(max_tokens=30, seed=4, n=3, ignore_eos=True, top_k=2)
+    llm, alone = speculating(folder, max_batch_size=4), make_llm(folder, max_batch_size=1)
+    expected = [completion.token_ids for completion in alone.generate(PROMPTS[0], rules).outputs]
+    assert [completion.token_ids for completion in llm.generate(PROMPTS[0], rules).outputs] == expected
+    assert llm.metrics()["num_prompt_tokens"] == len(PROMPTS[0])
+    assert llm.metrics()["num_accepted_drafts"] > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

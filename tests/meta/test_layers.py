@@ -107,9 +107,10 @@ BROUGHT_BY = {"cuda": "cuda-core", "pydantic_core": "pydantic"}
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
     declared, extra = (
         {re.split(r"[<>=]", requirement)[0] for requirement in requirements}
-        for requirements in (project["dependencies"], project["optional-dependencies"]["cuda13"])
+        for requirements in (project["dependencies"], [*optional["cuda13"], *optional["guided"]])
     )
     roots = {module.split(".")[0] for _, path in product_files() for _, module in imported_modules(path)}
     imported = {BROUGHT_BY.get(root, root) for root in roots - {*sys.stdlib_module_names, PACKAGE}}

@@ -7,6 +7,7 @@ another request's slot changes the hash of all that follows, and so every later 
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,9 @@ from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
+from trtllm_replayssm.contract.tensors import TensorSpec
 from trtllm_replayssm.runtime import llm as llm_module
-from trtllm_replayssm.runtime import settings
+from trtllm_replayssm.runtime import pools, settings
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 MODEL = ROOT / "examples" / "tiny_hybrid" / "model"
@@ -70,9 +72,24 @@ class ExactExecutor:
         table[_NUM_ENTRIES] = np.nan
         self._table = torch.from_numpy(table)
         slots = limits.max_batch_size
-        self._checkpoints = [0xDEAD] * slots  # never read before it is written
+        self._checkpoints = np.full((slots, 1), 0xDEAD, np.uint64)  # never read before it is written
         self._ring = np.full((slots, replay.ring_rows), -1, np.int64)
         self._cache: npt.NDArray[np.int64] = np.full((slots, limits.kv_capacity(replay.window)), -1, np.int64)
+
+    @property
+    def states(self) -> tuple[pools.State, ...]:
+        """The states as tensors on the same memory, named as those of the real executors that are copied alike."""
+
+        def state(name: str, array: npt.NDArray[Any], first: str | int) -> pools.State:
+            spec = TensorSpec(name, "int64", (first, *array.shape[1:]), "state")
+            return pools.State(spec, torch.from_numpy(array))
+
+        slots = self.limits.max_batch_size
+        return (
+            state("ssm_state_0", self._checkpoints.view(np.int64), slots),
+            state("x_ring_0", self._ring, slots),
+            state("key_cache_0", self._cache[:, None, :, None], "B"),
+        )
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Run one step."""
@@ -86,7 +103,8 @@ class ExactExecutor:
             assert slot == inputs.first_slot + row, "a row stands for another slot"
             window = ids[row, : counts[row]].tolist()
             found = self._run(slot, window, int(past[row]), int(folded[row]), is_prefill=is_prefill)
-            entries[row] = [found[position] for position in wanted[row].tolist()]
+            if found:  # a window without tokens has no logits: it folds
+                entries[row] = [found[position] for position in wanted[row].tolist()]
         return StepOutputs(self._table[torch.from_numpy(entries)])
 
     def close(self) -> None:
@@ -98,7 +116,7 @@ class ExactExecutor:
         """Run one row's window; return the logits' entry behind each of its tokens."""
         replay, ring, cache = self.replay, self._ring[slot], self._cache[slot]
         assert 0 <= c - f <= replay.history, "more pending rows than the ring holds"
-        state = self._checkpoints[slot] if f else 0
+        state = int(self._checkpoints[slot, 0]) if f else 0
         pending = [int(ring[t % replay.ring_rows]) for t in range(f, c)]
         assert pending == cache[f:c].tolist(), "ring and cache hold different tokens"
         for token in pending:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.runtime.helpers import decode_plan, decoding_request
 from trtllm_replayssm import SamplingParams
 from trtllm_replayssm.runtime.acceptance import judge
-from trtllm_replayssm.runtime.logit_rules import Penalties, adjust_logits
+from trtllm_replayssm.runtime.logit_rules import Penalties, TokenMask, adjust_logits, allows
 from trtllm_replayssm.runtime.logprobs import top_logprobs
 from trtllm_replayssm.runtime.sampling import TokenRule, choose_tokens
 
@@ -122,6 +122,22 @@ def test_each_position_of_a_window_has_the_rules_of_the_tokens_before_it(
     assert "logit_bias" in rules or wins, "no draft changed what followed it: the test shows nothing"
 
 
+def random_mask(seed: int, vocab_size: int) -> TokenMask:
+    return np.random.default_rng(seed).integers(0, 2**32, size=-(-vocab_size // 32), dtype=np.uint32)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 32, 33, 100])
+def test_a_mask_takes_out_what_has_no_bit_and_nothing_from_other_rows(vocab_size: int) -> None:
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    masks = [None, random_mask(1, vocab_size), None, random_mask(2, vocab_size)]
+    found = adjust_logits(logits, [{}] * 4, [None] * 4, [frozenset()] * 4, masks)
+    for row, mask in enumerate(masks):
+        for token in range(vocab_size):
+            is_allowed = mask is None or bool(int(mask[token // 32]) >> token % 32 & 1)
+            assert is_allowed == (mask is None or allows(mask, token))
+            assert found[row, token] == (logits[row, token] if is_allowed else float("-inf"))
+
+
 @pytest.mark.gpu
 def test_a_gpu_chooses_what_the_cpu_chooses() -> None:
     generator = torch.Generator().manual_seed(7)
@@ -136,11 +152,13 @@ def test_a_gpu_chooses_what_the_cpu_chooses() -> None:
     rules = []
     for row in range(60):
         rule = replace(kinds[row % 4], position=row)
+        if row % 5 == 0:
+            rule = replace(rule, mask=random_mask(row, 1000))
         if row % 3 == 0:
             rule = replace(rule, penalties=penalties(tokens[row].tolist(), 0.9, -0.5, 0.2, num_ignored=row))
         rules.append(rule)
-    lists = [[rule.bias for rule in rules], [rule.penalties for rule in rules], [rule.banned for rule in rules]]
-    adjusted = [adjust_logits(where, *lists).cpu() for where in (logits, logits.cuda())]  # type: ignore[arg-type]
+    lists = [[getattr(rule, name) for rule in rules] for name in ("bias", "penalties", "banned", "mask")]
+    adjusted = [adjust_logits(where, *lists).cpu() for where in (logits, logits.cuda())]
     torch.testing.assert_close(adjusted[0], adjusted[1], rtol=1e-6, atol=1e-5)
     (ours, ours_logprobs), (theirs, theirs_logprobs) = (
         choose_tokens(where, rules) for where in (logits, logits.cuda())

@@ -49,6 +49,31 @@ def test_every_output_is_that_of_its_solo_run(
 
 
 @pytest.mark.parametrize("speculative", SPECULATION, ids=["plain", "ngram"])
+@pytest.mark.usefixtures("exact")
+def test_every_output_is_that_of_its_solo_run_with_prefixes_reused(
+    speculative: NGramDecodingConfig | None, pytestconfig: pytest.Config
+) -> None:
+    count = max(pytestconfig.getoption("soak_requests") // 2, 1)
+    with open_llm(None, max_batch_size=1, **LIMITS) as alone:
+        jobs = soak.draw_jobs(alone, 100, 5, TEXTS)
+    cache = KvCacheConfig(
+        max_tokens=200,
+        enable_block_reuse=True,
+        tokens_per_block=8,
+        device_cache_size=2**13,
+        host_cache_size=2**14,
+        reuse_generated_tokens=True,
+    )
+    with open_llm(speculative, **CROWDED | {"kv_cache_config": cache}) as llm:
+        tally = soak.soak(llm, jobs, count, 6)
+        assert llm._serving._loop.reuse is not None and not llm._serving._loop.reuse._to_save
+    assert tally.metrics["num_preemptions"] >= count // 20, tally
+    assert tally.metrics["num_prefix_hits"] >= count // 10, tally
+    assert 0 < tally.metrics["prefix_device_bytes"] <= cache.device_cache_size
+    assert 0 < tally.metrics["prefix_host_bytes"] <= cache.host_cache_size
+
+
+@pytest.mark.parametrize("speculative", SPECULATION, ids=["plain", "ngram"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_output_of_a_real_model_is_that_of_its_solo_run(
     speculative: NGramDecodingConfig | None, device: str, pytestconfig: pytest.Config

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.builders.tiny_geometry import random_weights, tiny_geometry, tiny_qwen_geometry
 from tests.runtime.helpers import GREEDY, make_request
 from tests.runtime.manifests import PLAN, tiny_manifest
-from trtllm_replayssm import NGramDecodingConfig, backend
+from trtllm_replayssm import KvCacheConfig, NGramDecodingConfig, backend
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.builders.models.registry import create_model
@@ -240,6 +240,7 @@ class StandInExecutor:
         specs = state_specs(self.geometry, self.replay, self.limits)
         states = states or poisoned(pools.allocate(specs, self.limits, CPU))
         logits = torch.empty(self.limits.max_batch_size * self.replay.window * self.geometry.vocab_size)
+        self.states = tuple(map(pools.State, specs, states))
         self.bindings = bindings.Bindings(manifest, states, weights, logits)
         self.contexts = [ContextStandIn(manifest, index, left_in_caches) for index in range(2)]
         for context in self.contexts:
@@ -257,10 +258,12 @@ class StandInExecutor:
         pass
 
 
-def generate(executor: Executor, prompts: list[list[int]], max_draft_len: int) -> list[list[int]]:
+def generate(
+    executor: Executor, prompts: list[list[int]], max_draft_len: int, cache_config: KvCacheConfig | None = None
+) -> list[list[int]]:
     drafter = NGramDrafter(NGramDecodingConfig(max_draft_len=max_draft_len))
     recorder = MetricsRecorder(executor.geometry, executor.replay, is_conventional=False)
-    loop = DecodeLoop(executor, drafter, executor.limits, recorder)
+    loop = DecodeLoop(executor, drafter, executor.limits, recorder, cache_config=cache_config)
     requests = [
         make_request(i, prompt, GREEDY, max_new_tokens=min(24, executor.limits.max_seq_len - len(prompt)))
         for i, prompt in enumerate(prompts)
@@ -269,6 +272,8 @@ def generate(executor: Executor, prompts: list[list[int]], max_draft_len: int) -
         loop.add(request)
     while loop.has_work:
         loop.step()
+    if loop.reuse is not None:
+        assert loop.reuse.metrics()["num_prefix_hits"] > len(prompts) // 2
     return [request.token_ids for request in requests]
 
 
@@ -289,6 +294,22 @@ def test_generation_through_the_bindings_equals_the_torch_executor(geometry: Mod
     executor = StandInExecutor(manifest, weights)
     assert generate(executor, prompts, 2) == generate(plain, prompts, 2)
     assert set(executor.kinds) == {"decode", "prefill"}
+
+
+def test_prefixes_are_reused_through_the_bindings_and_ended_sequences_are_folded(geometry: ModelGeometry) -> None:
+    replay = ReplayGeometry(history=8, max_draft_len=2)
+    limits = EngineLimits(max_batch_size=2, max_input_len=60, max_seq_len=64, max_num_tokens=11)
+    weights = random_weights(geometry)
+    base = [*range(3, 20), *range(3, 20)]
+    prompts = [base[:length] + [7] for length in (33, 33, 9, 33, 25, 32, 20, 17, 9, 33)]
+    expected = generate(TorchExecutor(geometry, replay, limits, lambda _: weights, CPU), prompts, 2)
+    prompts += [[*prompt, *tokens] for prompt, tokens in zip(prompts[4:7], expected[4:7], strict=True)]
+    expected = generate(TorchExecutor(geometry, replay, limits, lambda _: weights, CPU), prompts, 2)
+    config = KvCacheConfig(
+        enable_block_reuse=True, tokens_per_block=8, device_cache_size=2**20, reuse_generated_tokens=True
+    )
+    manifest = tiny_manifest(geometry=geometry, replay=replay, limits=limits)
+    assert generate(StandInExecutor(manifest, weights), prompts, 2, config) == expected
 
 
 def test_attention_that_weighs_masked_rows_meets_no_garbage_in_new_caches(

@@ -112,3 +112,36 @@ def test_a_stop_string_that_was_complete_before_it_counted_does_not_end_the_text
     assert [stream.push(token_id, ()) for token_id in ids[:2]] == [None, None]
     assert [stream.push(token_id, ["ab"]) for token_id in ids[2:]] == [None, None, "ab"]
     assert stream.text == "ab "
+
+
+@given(
+    st.text(alphabet="ab\u00e9\U0001f600", max_size=24),
+    st.lists(st.text(alphabet="ab\u00e9\U0001f600", min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+)
+def test_text_that_was_shown_stays_and_a_kept_stop_string_ends_it(text: str, stop: list[str], keeps_stop: bool) -> None:
+    stream = TextStream(lambda ids: MERGED.decode(list(ids)), keeps_stop=keeps_stop)
+    shown, stopped_by = [""], None
+    for token_id in MERGED.encode(text).ids:
+        stopped_by = stream.push(token_id, stop)
+        if stopped_by:
+            break
+        shown.append(stream.settled(stop))
+        # Held back is only what a stop string may begin with.
+        held = stream.text.removeprefix(shown[-1])
+        assert not held or any(string.startswith(held) and held != string for string in stop)
+    if not stopped_by:
+        stream.close()
+        assert stream.text == text
+    assert all(stream.text.startswith(earlier) for earlier in shown)
+    assert all(later.startswith(earlier) for earlier, later in zip(shown, shown[1:], strict=False))
+    if stopped_by and keeps_stop:
+        assert stream.text.endswith(stopped_by) and text.startswith(stream.text)
+
+
+def test_a_kept_stop_string_is_cut_behind_and_not_the_token_that_completed_it() -> None:
+    stream = TextStream(lambda ids: "".join(["one ", "two. ", "x. three"][i] for i in ids), keeps_stop=True)
+    assert [stream.push(token_id, ["o. x.", ". x"]) for token_id in (0, 1)] == [None, None]
+    assert stream.settled(["o. x.", ". x"]) == "one tw"
+    assert stream.push(2, ["o. x.", ". x"]) == "o. x."
+    assert stream.text == "one two. x."

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trtllm_replayssm.errors import RequestError
-from trtllm_replayssm.runtime.logit_rules import Penalties
+from trtllm_replayssm.runtime.logit_rules import Penalties, TokenMask, allows
 from trtllm_replayssm.runtime.logprobs import top_logprobs
 from trtllm_replayssm.runtime.outputs import Logprob
 from trtllm_replayssm.runtime.request import Request
@@ -67,9 +67,9 @@ def _judge_rows(plan_rows: Sequence[RowPlan], first_slot: int, logits: torch.Ten
     rules: list[TokenRule] = []
     places: list[tuple[int, int]] = []
     for row in plan_rows:
-        for j in range(_num_targets(row)):
-            rules.append(_rule(row, j))
-            places.append((row.slot - first_slot, j))
+        for j, mask in enumerate(_masks(row)):
+            rules.append(_rule(row, j, mask))
+            places.append((row.source_slot - first_slot, j))
     if not rules:
         return tuple(Verdict(len(row.token_ids), (), ()) for row in plan_rows)
     targets = _at(logits, places)
@@ -79,7 +79,7 @@ def _judge_rows(plan_rows: Sequence[RowPlan], first_slot: int, logits: torch.Ten
     verdicts, start = [], 0
     for row in plan_rows:
         end = start + _num_targets(row)
-        verdicts.append(_verdict(row, tokens[start:end], logprobs[start:end], top[start:end]))
+        verdicts.append(_verdict(row, rules[start:end], tokens[start:end], logprobs[start:end], top[start:end]))
         start = end
     return tuple(verdicts)
 
@@ -97,7 +97,13 @@ def _num_targets(row: RowPlan) -> int:
     return 1 + row.num_drafts if row.is_sampled else 0
 
 
-def _rule(row: RowPlan, j: int) -> TokenRule:
+def _masks(row: RowPlan) -> list[TokenMask | None]:
+    """Return what the request's grammar, if it has one, allows at each position that is sampled."""
+    count, grammar = _num_targets(row), row.request.grammar
+    return [None] * count if grammar is None or not count else grammar.masks(row.drafts)
+
+
+def _rule(row: RowPlan, j: int, mask: TokenMask | None) -> TokenRule:
     request, params = row.request, row.request.params
     before = row.drafts[:j]  # the token at j is of use only if these are generated
     return TokenRule(
@@ -110,6 +116,7 @@ def _rule(row: RowPlan, j: int) -> TokenRule:
         bias=params.logit_bias,
         penalties=_penalties(request, before),
         banned=request.banned_after(before),
+        mask=mask,
         sequence=request.index,
     )
 
@@ -123,7 +130,13 @@ def _penalties(request: Request, drafts: Sequence[int]) -> Penalties | None:
     return Penalties(*factors, tokens=request.sequence(drafts), num_ignored=num_ignored)
 
 
-def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float], top: list[dict[int, Logprob] | None]) -> Verdict:
+def _verdict(
+    row: RowPlan,
+    rules: Sequence[TokenRule],
+    tokens: list[int],
+    logprobs: list[float],
+    top: list[dict[int, Logprob] | None],
+) -> Verdict:
     if not row.is_sampled:
         return Verdict(len(row.token_ids), (), ())
     kept = count_accepted(row.drafts, tokens)
@@ -134,6 +147,14 @@ def _verdict(row: RowPlan, tokens: list[int], logprobs: list[float], top: list[d
                     f"request {row.request.request_id}: found logits that are not finite at position "
                     f"{row.request.num_tokens + index}; needed finite ones. A float16 model may overflow: try dtype "
                     f"'bfloat16' or 'float32'."
+                )
+            )
+    for token, rule in zip(tokens[:kept], rules, strict=False):
+        if rule.mask is not None and not (allows(rule.mask, token) and token not in rule.banned):
+            return _refusal(
+                RequestError(
+                    f"request {row.request.request_id}: found no token that guided_decoding and the other rules allow; "
+                    f"needed one. Bad words, bad_token_ids or min_tokens ban all that the grammar leaves."
                 )
             )
     # A prompt piece stays whole; of a decode window the newest token and the accepted drafts stay.

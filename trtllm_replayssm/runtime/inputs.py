@@ -49,6 +49,34 @@ def build_inputs(plan: StepPlan, slots: Slots, device: torch.device) -> StepInpu
     )
 
 
+def build_fold_inputs(
+    slot: int, past_length: int, checkpoint_length: int, window: int, *, device: torch.device
+) -> StepInputs:
+    """Lay out a prefill window without tokens: it folds a slot's pending rows, and is no step of any request.
+
+    Args:
+        slot: whose rows.
+        past_length: fold the rows of tokens [checkpoint_length, past_length).
+        checkpoint_length: of the slot.
+        window: more than 1 + max_draft_len.
+        device: where the executor wants its inputs.
+    """
+
+    def one(value: int) -> torch.Tensor:
+        return to_device(np.array([value], dtype=np.int32), device)
+
+    return StepInputs(
+        input_ids=torch.zeros((1, window), dtype=torch.int32, device=device),
+        past_lengths=one(past_length),
+        checkpoint_lengths=one(checkpoint_length),
+        num_tokens=one(0),
+        slot_ids=one(slot),
+        logits_indices=one(0)[None],
+        first_slot=slot,
+        max_past_length=past_length,
+    )
+
+
 def _max_past_length(plan: StepPlan, slots: Slots) -> int:
     return int(slots.past_lengths[[row.slot for row in plan.rows]].max())
 

@@ -60,8 +60,8 @@ class LLM:
         max_num_tokens: tokens of the longest prompt piece that runs in one step; by default 2048, or the engine's.
         replay: how recurrent layers keep their state.
         scheduler_config: how many requests may wait, and how prompts and decoding take turns.
-        kv_cache_config: how many tokens the running sequences may hold, and how much of a GPU's memory states may take
-            where max_batch_size is not given.
+        kv_cache_config: how many tokens the running sequences may hold, how much of a GPU's memory states may take
+            where max_batch_size is not given, and whether prompts that begin alike share what was computed for them.
         speculative_config: where draft tokens come from; None decodes plainly.
         drafter: your own source of draft tokens, instead of ``speculative_config``.
         checkpoint_dir: where the weights are, for an engine folder that has none.
@@ -310,7 +310,7 @@ class LLM:
         ``num_running`` and ``num_waiting`` are the sequences with and without a slot at this moment.
         """
         now = {"num_running": self._serving.num_running, "num_waiting": self._serving.num_waiting}
-        return self._recorder.snapshot() | now
+        return self._recorder.snapshot() | now | self._serving.prefix_metrics()
 
     def latencies(self) -> Latencies:
         """Return how long sequences waited for their tokens so far, as histograms."""
@@ -319,6 +319,7 @@ class LLM:
     def reset_metrics(self) -> None:
         """Count from zero again, after a warm-up for instance."""
         self._recorder.reset()
+        self._serving.reset_prefix_metrics()
 
     def close(self) -> None:
         """Release the device memory; nothing can be generated afterwards.
@@ -375,6 +376,7 @@ def _make_serving_loop(
         recorder,
         max_prompt_steps=scheduling.max_prompt_steps,
         max_tokens=cache.max_tokens,
+        cache_config=cache,
     )
     most_waiting = scheduling.max_queue_size
     max_unfinished = None if most_waiting is None else limits.max_batch_size + most_waiting

@@ -7,6 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trtllm_replayssm.runtime.transfer import to_device
+
+TokenMask = npt.NDArray[np.uint32]
+"""One bit for each token of the vocabulary, the lowest bit of a word first; set where the token is allowed."""
+
+MASK_WORD_BITS = 32
+
 
 @dataclass(frozen=True, eq=False)
 class Penalties:
@@ -28,11 +35,17 @@ class Penalties:
     num_ignored: int = 0
 
 
+def allows(mask: TokenMask, token_id: int) -> bool:
+    """Return a token's bit."""
+    return bool(int(mask[token_id // MASK_WORD_BITS]) >> token_id % MASK_WORD_BITS & 1)
+
+
 def adjust_logits(
     logits: torch.Tensor,
     biases: Sequence[Mapping[int, float]],
     penalties: Sequence[Penalties | None],
     bans: Sequence[frozenset[int]],
+    masks: Sequence[TokenMask | None] = (),
 ) -> torch.Tensor:
     """Return logits as the rules of their rows want them; the argument stays as it is.
 
@@ -41,8 +54,9 @@ def adjust_logits(
         biases: M mappings of a token id to what is added.
         penalties: M penalties; None for none.
         bans: M sets of tokens, whose logits become -inf.
+        masks: M sets of tokens as bits, the logits of all others becoming -inf; None, or no masks, for all tokens.
     """
-    return _without_banned(_penalised(_biased(logits, biases), penalties), bans)
+    return _masked(_without_banned(_penalised(_biased(logits, biases), penalties), bans), masks)
 
 
 def _biased(logits: torch.Tensor, biases: Sequence[Mapping[int, float]]) -> torch.Tensor:
@@ -93,3 +107,15 @@ def _without_banned(logits: torch.Tensor, bans: Sequence[frozenset[int]]) -> tor
         return logits
     rows, tokens = torch.tensor(pairs, device=logits.device).T
     return logits.index_put((rows, tokens), logits.new_tensor(float("-inf")))
+
+
+def _masked(logits: torch.Tensor, masks: Sequence[TokenMask | None]) -> torch.Tensor:
+    found = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
+    if not found:
+        return logits
+    rows = to_device(np.array([row for row, _ in found]), logits.device)
+    # As bytes to the device and as bits there: an eighth of the copy.
+    words = to_device(np.stack([mask for _, mask in found]).view(np.uint8), logits.device)
+    bits = words[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    is_allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()
+    return logits.index_put((rows,), logits[rows].masked_fill(~is_allowed, float("-inf")))

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
+from trtllm_replayssm.config import KvCacheConfig
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.errors import ReplaySSMError, RequestError
@@ -17,6 +18,9 @@ from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.inputs import build_inputs
 from trtllm_replayssm.runtime.metrics import MetricsRecorder
 from trtllm_replayssm.runtime.outputs import FinishReason
+from trtllm_replayssm.runtime.prefix_cache.reuse import PrefixReuse
+from trtllm_replayssm.runtime.prefix_cache.slot_states import SlotStates
+from trtllm_replayssm.runtime.prompt_sharing import PromptSharing
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.request_heap import RequestHeap
 from trtllm_replayssm.runtime.scheduler import Scheduler
@@ -36,6 +40,10 @@ class DecodeLoop:
         recorder: counts what happens.
         max_prompt_steps: most prompt pieces between two decode steps.
         max_tokens: most tokens of all running sequences together; None for what the slots hold.
+        cache_config: whether prompts that begin alike share what was computed.
+
+    Attributes:
+        reuse: the prefix cache, or None.
     """
 
     def __init__(
@@ -47,18 +55,26 @@ class DecodeLoop:
         *,
         max_prompt_steps: int = defaults.MAX_PROMPT_STEPS,
         max_tokens: int | None = None,
+        cache_config: KvCacheConfig | None = None,
     ) -> None:
         self._executor = executor
         self._drafter = drafter
         self._hidden_state_drafter = hidden_state_drafter(drafter)
         self._recorder = recorder
         self._slots = Slots(limits.max_batch_size)
+        head = () if self._hidden_state_drafter is None else self._hidden_state_drafter.states
+        states = SlotStates(executor.geometry, (*executor.states, *head))
+        self._sharing = PromptSharing(states, self._slots)
+        self.reuse: PrefixReuse | None = None
+        if cache_config is not None and cache_config.enable_block_reuse:
+            self.reuse = PrefixReuse(executor, states, self._slots, cache_config, limits)
         self._scheduler = Scheduler(
             self._slots,
             limits.max_num_tokens,
             max_prompt_steps=max_prompt_steps,
             max_tokens=max_tokens,
             max_draft_len=min(drafter.max_draft_len, executor.replay.max_draft_len),
+            block_size=None if self.reuse is None else self.reuse.block_size,
         )
         self._deadlines = RequestHeap(_deadline)
 
@@ -102,16 +118,22 @@ class DecodeLoop:
         outputs = self._executor.step(inputs)
         # A device still runs the step: what needs no result is done before one is waited for.
         self._recorder.count_step(plan, self._slots)
+        plan = self._share_prompt(plan)
         verdicts = judge(plan, outputs.logits)
         if self._hidden_state_drafter is not None:
             self._hidden_state_drafter.follow(plan, inputs, outputs, verdicts, self._slots)
+        self._sharing.copy_states(plan)
         commit(plan, verdicts, self._slots, self._executor.replay)
+        if self.reuse is not None:
+            self.reuse.after_commit(plan, verdicts)
         appended = self._scheduler.settle(plan, verdicts)
         self._recorder.count_tokens(plan, verdicts, appended)
         changed = list(refused)
         for row, token_ids in zip(plan.rows, appended, strict=True):
             self._drafter.observe(row.request.request_id, token_ids)
             if row.request.is_finished:
+                if self.reuse is not None:
+                    self.reuse.keep(row.request, row.slot)
                 self._forget(row.request)
             if token_ids or row.request.is_finished:
                 changed.append(row.request)
@@ -144,17 +166,33 @@ class DecodeLoop:
         return unfinished
 
     def close(self) -> None:
-        """Release what the drafter holds on the device."""
+        """Release what the drafter and the prefix cache hold; the loop is not used again."""
         if isinstance(self._drafter, ModelDrafter):
             self._drafter.close()
+        if self.reuse is not None:
+            self.reuse.close()
 
     def _turn_over(self) -> None:
         preempted, admitted = self._scheduler.admit()
         for request in preempted:
             self._drafter.end(request.request_id)
+            if self.reuse is not None:
+                self.reuse.end(request)
         for request in admitted:
             self._drafter.begin(request.request_id, request.tokens(0, request.num_tokens))
+            # One that will take over another's states needs none of its own.
+            if self.reuse is not None and not any(r.rank < request.rank for r in self._scheduler.siblings(request)):
+                self.reuse.begin(request)
         self._recorder.count_preemptions(len(preempted))
+
+    def _share_prompt(self, plan: StepPlan) -> StepPlan:
+        """Let the other sequences of a prompt that has run to its end go on from there."""
+        if plan.kind != "prompt" or not plan.rows[0].is_sampled:
+            return plan
+        followers = self._scheduler.siblings(plan.rows[0].request)
+        if self.reuse is not None:
+            self.reuse.follow(followers)
+        return self._sharing.share(plan, followers) if followers else plan
 
     def _draft(self, plan: StepPlan) -> tuple[StepPlan, tuple[Request, ...]]:
         """Add drafts to a plan; return it without the requests that ended because theirs are no tokens, and those."""
@@ -185,6 +223,8 @@ class DecodeLoop:
         self._deadlines.remove(request)
         self._recorder.count_end(request)
         if has_begun:
+            if self.reuse is not None:
+                self.reuse.end(request)
             self._drafter.end(request.request_id)
 
 

@@ -40,7 +40,7 @@ class Counters:
         num_timed_out: sequences whose time was over.
         num_failed: sequences that an error ended.
         num_preemptions: how often a sequence lost its slot to another one.
-        num_prompt_tokens: prompt tokens that ran, once for each sequence.
+        num_prompt_tokens: prompt tokens that ran; once for all sequences of a prompt that had slots at the time.
         num_recomputed_tokens: tokens that ran in pieces of a prompt because their sequence had lost its slot.
         num_generated_tokens: tokens that were appended to a sequence.
         num_prompt_steps: steps that ran a piece of a prompt.

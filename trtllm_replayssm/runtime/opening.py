@@ -84,7 +84,9 @@ def _open_model(
             f"`trtllm-replayssm build`, or use {TORCH_EXECUTOR}."
         )
     target = _device(device)
-    available = available_bytes(target) if target.type == "cuda" else None
+    available = None
+    if target.type == "cuda":
+        available = available_bytes(target) - options.kv_cache_config.prefix_device_bytes
     chosen = settings.of_model(geometry, options, _kernel_capabilities(options, target), available, beside)
     return _torch_executor(folder, chosen, options, device), chosen.limits
 

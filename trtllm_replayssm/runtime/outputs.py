@@ -25,8 +25,9 @@ class CompletionOutput:
 
     Attributes:
         index: number of the sequence within its request.
-        text: the generated text without the end token, stop token or stop string that ended it; "" without a
-            tokenizer.
+        text: the generated text without the end token, stop token or stop string that ended it, the stop string with
+            include_stop_str_in_output; "" without a tokenizer. While the sequence goes on, what may become a stop
+            string is held back.
         token_ids: every generated token, those of the stop string and the end token included.
         cumulative_logprob: sum of the tokens' natural log-probabilities under the model's own logits, before
             bias, penalties, temperature and everything else.

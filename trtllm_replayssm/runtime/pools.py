@@ -1,6 +1,7 @@
 """State pools: allocated once, after the memory plan fits. A slot that is taken is not cleared."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -8,6 +9,18 @@ from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.contract.tensors import TensorSpec
 from trtllm_replayssm.errors import CapacityError
 from trtllm_replayssm.ops.dtypes import torch_dtype
+
+
+class State(NamedTuple):
+    """A state of an executor: what it is and where it is.
+
+    Attributes:
+        spec: of ``contract.tensors.state_specs``.
+        pool: one row per slot, a key/value cache's as well.
+    """
+
+    spec: TensorSpec
+    pool: torch.Tensor
 
 
 def allocate(states: Sequence[TensorSpec], limits: EngineLimits, device: torch.device) -> tuple[torch.Tensor, ...]:

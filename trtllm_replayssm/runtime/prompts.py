@@ -5,11 +5,14 @@ import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from trtllm_replayssm.config import SamplingParams
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry
 from trtllm_replayssm.errors import RequestError
+from trtllm_replayssm.runtime.guided import Grammars, GrammarState
 from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.text_stream import TextStream
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -67,10 +70,33 @@ class PromptDesk:
                 max_new_tokens=min(params.max_tokens, self.limits.max_seq_len - len(token_ids)),
                 index=index,
                 bad_words=bad_words,
-                text=self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens) if self.tokenizer else None,
+                text=self._stream(params),
+                grammar=self._grammar(number, params, end_ids),
             )
             for index in range(params.n)
         ]
+
+    def _grammar(self, number: int, params: SamplingParams, end_ids: frozenset[int]) -> GrammarState | None:
+        if params.guided_decoding is None:
+            return None
+        if self.tokenizer is None:
+            raise _no_tokenizer(number, "guided_decoding", "logit_bias or bad_token_ids")
+        try:
+            return self._grammars.start(params.guided_decoding, end_ids.union(params.stop_token_ids))
+        except RequestError as error:
+            raise RequestError(f"prompt {number}: {error.message}") from error
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        assert self.tokenizer is not None, "grammars are of a tokenizer's tokens"
+        return Grammars(self.tokenizer, self.geometry)
+
+    def _stream(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.stream(
+            skip_special_tokens=params.skip_special_tokens, keeps_stop=params.include_stop_str_in_output
+        )
 
     def _token_ids(self, number: int, prompt: PlainPrompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trtllm_replayssm.config import SamplingParams
 from trtllm_replayssm.errors import ReplaySSMError, RequestError
+from trtllm_replayssm.runtime.guided import GrammarState
 from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from trtllm_replayssm.runtime.text_stream import TextStream
 
@@ -49,6 +50,7 @@ class Request:
         arrived_s: when the request came, by ``time.perf_counter``.
         deadline_s: when it ends at the latest, by the same clock; None for never.
         text: detokenised output, or None without a tokenizer.
+        grammar: what the text must be, and where in it the sequence stands; None for anything.
         slot: row of the state pools while prefilling or decoding, else None.
         state: where the request stands; changed by ``move_to`` alone.
         token_ids: generated tokens. The last is the newest token, which the recurrent state does not hold yet.
@@ -74,6 +76,7 @@ class Request:
     deadline_s: float | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     text: TextStream | None = None
+    grammar: GrammarState | None = None
     slot: int | None = None
     state: RequestState = RequestState.WAITING
     token_ids: list[int] = field(default_factory=list)
@@ -94,6 +97,16 @@ class Request:
     def num_remaining(self) -> int:
         """Tokens that may still be generated."""
         return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def prompt_id(self) -> int:
+        """The same for all sequences of a prompt."""
+        return self.request_id - self.index
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the request is about to run its prompt and nothing else."""
+        return self.state is RequestState.PREFILL and not self.token_ids
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -141,8 +154,10 @@ class Request:
         elif token_id in self.params.stop_token_ids:
             self._finish("stop", token_id)
         else:
+            if self.grammar is not None:
+                self.grammar.advance(token_id)
             stopped_by = self._read_text(token_id)
-            if stopped_by is not None:
+            if stopped_by is not None or (self.grammar is not None and self.grammar.is_complete):
                 self._finish("stop", stopped_by)
             elif self.num_remaining <= 0:
                 self._finish("length", None)
@@ -171,13 +186,18 @@ class Request:
     def _completion(self) -> CompletionOutput:
         return CompletionOutput(
             index=self.index,
-            text="" if self.text is None else self.text.text,
+            text=self._shown_text(),
             token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self.params.logprobs is None else list(self.top_logprobs),
         )
+
+    def _shown_text(self) -> str:
+        if self.text is None:
+            return ""
+        return self.text.text if self.is_finished else self.text.settled(self.params.stop)
 
     @cached_property
     def _prompt(self) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from trtllm_replayssm.contract.memory_plan import SAMPLED_LOGITS
-from trtllm_replayssm.runtime.logit_rules import Penalties, adjust_logits
+from trtllm_replayssm.runtime.logit_rules import Penalties, TokenMask, adjust_logits
 from trtllm_replayssm.runtime.transfer import to_device
 
 _SMALLEST_TEMPERATURE = 1e-30  # dividing by less overflows fp32; at this value all weight is on the maximum
@@ -33,6 +33,7 @@ class TokenRule:
         min_p: of what top_p left, keep what is at least so likely relative to the most likely.
         bias: token id -> what is added to its logit.
         penalties: what the tokens before this one change; None for nothing.
+        mask: tokens that may be chosen, as bits; None for all.
         sequence: key of the random number beside the seed: the number of the sequence among those of its prompt.
     """
 
@@ -45,6 +46,7 @@ class TokenRule:
     min_p: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
     penalties: Penalties | None = None
+    mask: TokenMask | None = None
     sequence: int = 0
 
 
@@ -60,7 +62,11 @@ def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[lis
         Greedy takes the lowest id among equals.
     """
     adjusted = adjust_logits(
-        logits, [rule.bias for rule in rules], [rule.penalties for rule in rules], [rule.banned for rule in rules]
+        logits,
+        [rule.bias for rule in rules],
+        [rule.penalties for rule in rules],
+        [rule.banned for rule in rules],
+        [rule.mask for rule in rules],
     )
     tokens = adjusted.argmax(dim=-1)
     sampled = [index for index, rule in enumerate(rules) if rule.temperature > 0.0]

@@ -45,6 +45,7 @@ class Scheduler:
         max_tokens: most tokens of all running sequences together, room for the next step included; None for what the
             slots hold. At least as many as the longest sequence.
         max_draft_len: most drafts of a window.
+        block_size: no piece reaches over a multiple of so many tokens; None lets them.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class Scheduler:
         max_prompt_steps: int = defaults.MAX_PROMPT_STEPS,
         max_tokens: int | None = None,
         max_draft_len: int = 0,
+        block_size: int | None = None,
     ) -> None:
         self._slots = slots
         self._max_num_tokens = max_num_tokens
         self._max_prompt_steps = max_prompt_steps
         self._max_tokens = max_tokens
         self._max_draft_len = max_draft_len
+        self._block_size = block_size
         self._waiting = RequestHeap(lambda request: request.rank)
         self._running: dict[int, Request] = {}
         # Since the last decode step, and counted only while a request waited for one.
@@ -117,6 +120,13 @@ class Scheduler:
         self._prompt_steps = self._prompt_tokens = 0
         return self._plan_decode(decoding)
 
+    def siblings(self, request: Request) -> list[Request]:
+        """Return the other sequences of a prompt that have slots and have not begun to generate either."""
+        if request.params.n == 1 or not request.is_fresh:
+            return []
+        running = self._running.values()
+        return [r for r in running if r.prompt_id == request.prompt_id and r.is_fresh and r is not request]
+
     def settle(self, plan: StepPlan, verdicts: Sequence[Verdict]) -> tuple[tuple[int, ...], ...]:
         """Append the new tokens to their requests and release the slots of finished ones.
 
@@ -138,9 +148,14 @@ class Scheduler:
     def _next_piece(self, request: Request) -> RowPlan:
         assert request.slot is not None, "a prefilling request has a slot"
         start = int(self._slots.past_lengths[request.slot])
-        end = min(start + self._max_num_tokens, request.num_tokens)
+        end = min(self._piece_end(start), request.num_tokens)
         is_last = end == request.num_tokens
         return RowPlan(request, request.slot, request.tokens(start, end), num_drafts=0, is_sampled=is_last)
+
+    def _piece_end(self, start: int) -> int:
+        end = start + self._max_num_tokens
+        # From a block's border on, a prompt runs in the same pieces wherever it began: reuse changes no rounding.
+        return end if self._block_size is None else min(end, (start // self._block_size + 1) * self._block_size)
 
     def _may_delay(self, num_tokens: int) -> bool:
         """Whether a piece of so many tokens may go before the decode step that requests wait for."""

@@ -70,6 +70,15 @@ class ServingLoop:
         """Requests without a slot."""
         return max(self._num_unfinished - self._loop.num_running, 0)
 
+    def prefix_metrics(self) -> dict[str, int]:
+        """Return what the prefix cache did; nothing without one."""
+        return {} if self._loop.reuse is None else self._loop.reuse.metrics()
+
+    def reset_prefix_metrics(self) -> None:
+        """Count that from zero again."""
+        if self._loop.reuse is not None:
+            self._loop.reuse.reset_metrics()
+
     def check_open(self) -> None:
         """Raise what a request would be refused with at once.
 
@@ -199,7 +208,7 @@ class ServingLoop:
 
     def _close_executor(self) -> None:
         try:
-            self._executor.close()
             self._loop.close()
+            self._executor.close()
         except Exception:  # a device that has failed may refuse that as well; nothing else is lost
             _LOGGER.exception("the executor was not closed")

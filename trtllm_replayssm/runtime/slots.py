@@ -13,7 +13,7 @@ class Slots:
     """A free list, and the counters of every slot.
 
     Attributes:
-        past_lengths: int32 [slots], tokens committed (c). Written here at acquire, and by ``commit`` alone.
+        past_lengths: int32 [slots], tokens committed (c). Written here, for a slot that is taken, and by ``commit``.
         checkpoint_lengths: int32 [slots], tokens folded into the checkpoint (f). Written as ``past_lengths``.
     """
 
@@ -34,6 +34,11 @@ class Slots:
         self.past_lengths[slot] = 0
         self.checkpoint_lengths[slot] = 0
         return slot
+
+    def resume(self, slot: int, past_length: int, checkpoint_length: int) -> None:
+        """Set the counters of a slot, just acquired, whose states were copied from elsewhere."""
+        self.past_lengths[slot] = past_length
+        self.checkpoint_lengths[slot] = checkpoint_length
 
     def release(self, slot: int) -> None:
         """Give a slot back. Its memory and counters stay as they are until it is taken again."""

@@ -28,6 +28,7 @@ class RowPlan:
         token_ids: the window, in order: a piece of the prompt, or the newest token and then the drafts.
         num_drafts: how many of the last window tokens are drafts.
         is_sampled: whether new tokens are chosen from the window's logits; False for a prompt piece but the last.
+        ran_in: the slot whose row ran the window, where it is another sequence's of the same prompt.
     """
 
     request: Request
@@ -35,6 +36,12 @@ class RowPlan:
     token_ids: tuple[int, ...]
     num_drafts: int
     is_sampled: bool
+    ran_in: int | None = None
+
+    @property
+    def source_slot(self) -> int:
+        """The slot whose row of the step has the logits."""
+        return self.slot if self.ran_in is None else self.ran_in
 
     @property
     def drafts(self) -> tuple[int, ...]:

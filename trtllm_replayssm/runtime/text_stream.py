@@ -15,10 +15,12 @@ class TextStream:
 
     Args:
         decode: token ids -> text.
+        keeps_stop: leave the stop string that ends the text in it.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, keeps_stop: bool = False) -> None:
         self.text = ""
+        self._keeps_stop = keeps_stop
         self._decode = decode
         self._tokens: list[int] = []
         self._context = 0  # both decodings start here
@@ -32,13 +34,27 @@ class TextStream:
             stop: strings that end the text when they are completed by this token.
 
         Returns:
-            The stop string that now ends the text, which is cut before it; otherwise None.
+            The stop string that now ends the text, which is cut before it, or behind it where it is kept; otherwise
+            None.
         """
         self._tokens.append(token_id)
         piece = self._next_piece()
         searched_from = len(self.text)
         self.text += piece
         return self._cut(stop, searched_from) if piece else None
+
+    def settled(self, stop: Sequence[str]) -> str:
+        """Return the text that no later token takes back: without an end that a stop string may begin with.
+
+        What has been shown of a text that streams stays its beginning, whatever follows.
+        """
+        # At most so long an end can be a stop string's beginning and not yet the whole.
+        longest = min(len(self.text), max(map(len, stop), default=1) - 1)
+        for at in range(len(self.text) - longest, len(self.text)):
+            end = self.text[at:]
+            if any(len(end) < len(string) and string.startswith(end) for string in stop):
+                return self.text[:at]
+        return self.text
 
     def close(self) -> None:
         """Emit what is held back: an incomplete character shows as the replacement character."""
@@ -83,5 +99,5 @@ class TextStream:
         if not hits:
             return None
         at, _, string = min(hits)
-        self.text = self.text[:at]
+        self.text = self.text[: at + len(string) if self._keeps_stop else at]
         return string

@@ -55,6 +55,11 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens; bytes that form no character become the replacement character."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -65,6 +70,6 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+    def stream(self, *, skip_special_tokens: bool = True, keeps_stop: bool = False) -> TextStream:
         """Return an empty text that grows token by token."""
-        return TextStream(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+        return TextStream(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), keeps_stop=keeps_stop)

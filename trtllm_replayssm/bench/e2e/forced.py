@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trtllm_replayssm.runtime.executors.base import Executor
+from trtllm_replayssm.runtime.pools import State
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 _OUT_OF_REACH: Final = 1e9
@@ -37,6 +38,11 @@ class ForcedAcceptance:
         positions = self.limits.kv_capacity(self.replay.window)
         lots = np.random.default_rng(seed).random((self.limits.max_batch_size, positions))
         self._is_kept = torch.from_numpy(lots < acceptance).to(self.device)
+
+    @property
+    def states(self) -> Sequence[State]:
+        """What really runs has them."""
+        return self._executor.states
 
     @torch.inference_mode()
     def step(self, inputs: StepInputs) -> StepOutputs:

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from trtllm_replayssm.bench.cases import Cursors
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import ReplayGeometry
-from trtllm_replayssm.contract.tensors import TensorSpec
 from trtllm_replayssm.runtime.executors.base import Executor
+from trtllm_replayssm.runtime.pools import State
 from trtllm_replayssm.runtime.step import StepInputs
 
 # From any start the pending counts of a window of several tokens have mixed long before.
@@ -109,7 +108,7 @@ def make_inputs(
     ]
 
 
-def fill_states(states: Sequence[tuple[TensorSpec, Tensor]], seed: int = 0) -> None:
+def fill_states(states: Sequence[State], seed: int = 0) -> None:
     """Write random numbers of a live model's size into all pools and caches, as if every slot had run a prompt."""
     for index, (spec, pool) in enumerate(states):
         generator = torch.Generator(pool.device).manual_seed(seed + index)

@@ -1,11 +1,13 @@
 """What the loop knows of an executor: one step of the model, and the shapes it was made for."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import MemoryPlan
+from trtllm_replayssm.runtime.pools import State
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
 TORCH_EXECUTOR = 'the torch executor (executor="torch", --executor torch)'
@@ -32,6 +34,11 @@ class Executor(Protocol):
     device: torch.device
     is_conventional: bool
     memory_plan: MemoryPlan
+
+    @property
+    def states(self) -> Sequence[State]:
+        """Every state and its pool, for copies between steps; their addresses stay as they are."""
+        ...
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Run one step; states are updated in place, nothing is committed.

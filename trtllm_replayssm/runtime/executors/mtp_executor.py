@@ -45,7 +45,7 @@ class MtpExecutor:
         self.d_model = geometry.d_model
         self.dtype = target.embedding_matrix.dtype
         self._target = target
-        specs = mtp_state_specs(geometry, target.replay, target.limits)
+        self._specs = specs = mtp_state_specs(geometry, target.replay, target.limits)
         _check_memory(specs, geometry, target)
         with torch.device("meta"):
             head = make_head()
@@ -55,6 +55,11 @@ class MtpExecutor:
         self._states = pools.allocate(specs, target.limits, self.device)
         for state in self._states:
             state.zero_()  # a prompt that was not run from its start leaves rows unwritten, which must be finite
+
+    @property
+    def states(self) -> tuple[pools.State, ...]:
+        """The head's caches."""
+        return tuple(map(pools.State, self._specs, self._states))
 
     @torch.inference_mode()
     def step(

@@ -98,6 +98,7 @@ class TensorRTExecutor:
             bindings.check_engine(self._engine, manifest)
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             states = allocate_states(specs, self.limits, self.device)
+            self.states = tuple(map(pools.State, specs, states))
             self._bindings = bindings.Bindings(manifest, states, weights, self._logits_buffer())
             self._contexts = {kind: self._context(manifest.profile_index(kind)) for kind in ("decode", "prefill")}
 
@@ -120,6 +121,7 @@ class TensorRTExecutor:
         """Release contexts, engine, weights and states, in this order, once the device is idle."""
         self._stream.synchronize()
         self._contexts.clear()
+        self.states = ()
         del self._engine, self._bindings
 
     def _logits_buffer(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.config import CudaGraphConfig
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
-from trtllm_replayssm.contract.tensors import TensorSpec, state_specs
+from trtllm_replayssm.contract.tensors import state_specs
 from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.capacity import check_memory
 from trtllm_replayssm.runtime.executors.buckets import batch_buckets, key_length_buckets
@@ -84,9 +84,9 @@ class TorchExecutor:
                 self._warm_up()
 
     @property
-    def states(self) -> tuple[tuple[TensorSpec, torch.Tensor], ...]:
-        """The state pools and key/value caches, in the order of ``contract.tensors.state_specs``."""
-        return tuple(zip(self._specs, self._states, strict=True))
+    def states(self) -> tuple[pools.State, ...]:
+        """Every state and its pool."""
+        return tuple(map(pools.State, self._specs, self._states))
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Run the module on the step's rows of the caches and on the whole state pools, in place."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from trtllm_replayssm.runtime.pools import State
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs, StepPlan, Verdict
 
@@ -52,7 +53,16 @@ class ModelDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class HiddenStateDrafter(Drafter, Protocol):
-    """A drafter that reads what the model computed."""
+    """A drafter that reads what the model computed.
+
+    Attributes:
+        states: what it keeps of each slot: copied with the executor's own when a prompt's states are reused.
+    """
+
+    @property
+    def states(self) -> Sequence[State]:
+        """As above."""
+        ...
 
     def follow(
         self, plan: StepPlan, inputs: StepInputs, outputs: StepOutputs, verdicts: Sequence[Verdict], slots: Slots

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from trtllm_replayssm.contract.tensors import TensorSpec
 from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
 from trtllm_replayssm.runtime.inputs import PADDING_SLOT
+from trtllm_replayssm.runtime.pools import State
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import RowPlan, StepInputs, StepOutputs, StepPlan, Verdict
 from trtllm_replayssm.runtime.transfer import to_device
@@ -34,6 +36,13 @@ class MtpDrafter:
         shape = (executor.num_slots, executor.d_model)
         self._last_hidden = torch.zeros(shape, dtype=executor.dtype, device=executor.device)
 
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The head's caches, and what it made of each slot's last token."""
+        hidden = self._last_hidden
+        dtype = str(hidden.dtype).removeprefix("torch.")
+        return (*self._executor.states, State(TensorSpec("last_hidden_0", dtype, tuple(hidden.shape), "state"), hidden))
+
     def begin(self, request_id: int, prompt_token_ids: Sequence[int]) -> None:
         """Do nothing: a sequence is met in its first step."""
 
@@ -52,10 +61,12 @@ class MtpDrafter:
         counters[2] = PADDING_SLOT
         for row, verdict in zip(plan.rows, verdicts, strict=True):
             past, count = int(slots.past_lengths[row.slot]), verdict.num_accepted_tokens
+            self._places[row.request.request_id] = (row.slot, past + count)
+            if row.ran_in is not None:
+                continue  # its states are copied, though its token may be another: the first drafts are worse
             place = row.slot - plan.first_slot
             following[place, :count] = _following(row, verdict, past)
             counters[:, place] = past, count, row.slot
-            self._places[row.request.request_id] = (row.slot, past + count)
         fed = to_device(buffer, self._executor.device)
         past_lengths, num_tokens, slot_ids = fed[window * num_rows :].view(3, num_rows)
         hidden = self._executor.step(
