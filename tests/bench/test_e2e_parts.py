@@ -20,6 +20,7 @@ from trtllm_replayssm.contract.geometry import EngineLimits, LayerType, ReplayGe
 from trtllm_replayssm.contract.memory import tensor_bytes
 from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.errors import ConfigError
+from trtllm_replayssm.runtime.pools import State
 from trtllm_replayssm.runtime.speculative.base import NoDrafter
 
 CPU = torch.device("cpu")
@@ -131,7 +132,7 @@ def test_filled_states_hold_numbers_of_a_live_model() -> None:
     geometry, replay = models.model_named(TINY), ReplayGeometry(max_draft_len=1)
     limits = EngineLimits(max_batch_size=2, max_input_len=8, max_seq_len=8, max_num_tokens=8)
     states = [
-        (spec, torch.full([2 if isinstance(d, str) else d for d in spec.shape], torch.nan))
+        State(spec, torch.full([2 if isinstance(d, str) else d for d in spec.shape], torch.nan))
         for spec in state_specs(geometry, replay, limits)
     ]
     stepping.fill_states(states)
