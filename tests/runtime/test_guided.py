@@ -57,7 +57,11 @@ def llm(folder: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def drafting(folder: Path) -> Iterator[LLM]:
     with LLM(
-        folder, device="cpu", max_batch_size=3, max_seq_len=256, speculative_config=NGramDecodingConfig(max_draft_len=3)
+        folder,
+        device="cpu",
+        max_batch_size=3,
+        max_seq_len=256,
+        speculative_config=NGramDecodingConfig(max_draft_len=3, adaptive=False),
     ) as opened:
         yield opened
 

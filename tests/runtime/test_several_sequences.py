@@ -92,7 +92,7 @@ def test_a_prompt_runs_once_for_all_its_sequences_and_leaves_each_what_running_i
     prompt = [5 + (i * i) % 50 for i in range(length)]
     rules = SamplingParams(**RULES, seed=9, n=4, logprobs=1)
     config = KvCacheConfig(enable_block_reuse=reuse, tokens_per_block=8, device_cache_size=2**20)
-    drafts = NGramDecodingConfig(max_draft_len=3)
+    drafts = NGramDecodingConfig(max_draft_len=3, adaptive=False)
     with LLM(folder, **options, max_batch_size=1, speculative_config=drafts) as alone:
         expected = alone.generate(prompt, rules).outputs
         assert alone.metrics()["num_prompt_tokens"] == 4 * length

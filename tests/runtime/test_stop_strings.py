@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[0, 4], ids=["plain", "drafts"])
 def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    speculative = NGramDecodingConfig(max_draft_len=request.param) if request.param else None
+    speculative = NGramDecodingConfig(max_draft_len=request.param, adaptive=False) if request.param else None
     with LLM(folder, device="cpu", max_seq_len=96, speculative_config=speculative) as opened:
         yield opened
 

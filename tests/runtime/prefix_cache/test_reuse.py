@@ -50,7 +50,7 @@ def open_llm(
         device=device,
         **options,
         replay=ReplayConfig(history=HISTORY),
-        speculative_config=NGramDecodingConfig(max_draft_len=drafts) if drafts else None,
+        speculative_config=NGramDecodingConfig(max_draft_len=drafts, adaptive=False) if drafts else None,
         kv_cache_config=config,
     )
 
@@ -196,7 +196,7 @@ def assert_close(found: object, expected: object) -> None:
 
 def test_the_conventional_decode_reuses_prefixes_too(folder: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "max_seq_len": 96, "replay": ReplayConfig(enabled=False)}
-    drafter = NGramDecodingConfig(max_draft_len=2)
+    drafter = NGramDecodingConfig(max_draft_len=2, adaptive=False)
     with LLM(folder, **options, speculative_config=drafter, kv_cache_config=CONFIG) as llm:
         prompt = text(70, 29)
         expected = run(llm, prompt, reuse=False)
