@@ -14,14 +14,17 @@ class Gate:
     Attributes:
         is_open: steps wait for it.
         has_met: a step has come to the gate.
+        num_met: steps that have come to it.
     """
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open, self.has_met = threading.Event(), threading.Event()
+        self.num_met = 0
         self._left = threading.Semaphore(0)
         step = llm._executor.step
 
         def gated(inputs: Any) -> Any:
+            self.num_met += 1
             self.has_met.set()
             while not self.is_open.is_set() and not self._left.acquire(timeout=0.01):
                 pass

@@ -39,7 +39,7 @@ def tokens(output: RequestOutput) -> list[int]:
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -61,8 +61,7 @@ def test_a_higher_priority_takes_the_slot_of_the_youngest_of_the_lowest(
         gate = Gate(llm, monkeypatch)
         first, second = (llm.generate_async(prompt, RULES, priority=-1) for prompt in prompts[:2])
         gate.let_through(num_steps)
-        wait_until(lambda: llm.metrics()["num_prompt_steps"] + llm.metrics()["num_decode_steps"] == num_steps)
-        assert gate.has_met.wait(30)
+        wait_until(lambda: gate.num_met == num_steps + 1)  # the next step is planned, too
         urgent = llm.generate_async(prompts[2], RULES)
         equal = llm.generate_async(prompts[2], RULES, priority=-1)
         gate.is_open.set()
