@@ -59,7 +59,7 @@ def test_attention_reads_at_most_twice_what_the_longest_sequence_asks_for(capaci
     assert list(buckets) == sorted(set(buckets)) and buckets[-1] == capacity
     length = data.draw(st.integers(1, capacity))
     bucket = bucket_of(buckets, length)
-    assert bucket is not None and length <= bucket <= max(683, 2 * length)
+    assert bucket is not None and length <= bucket <= max(512, 2 * length)
     assert len(buckets) <= 1 + capacity.bit_length()
 
 

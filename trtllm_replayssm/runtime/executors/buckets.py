@@ -45,7 +45,7 @@ def key_length_buckets(capacity: int) -> tuple[int, ...]:
     So the attention of a step costs what its longest running sequence asks for, and at most twice that.
     """
     lengths, length = [], _KEY_BLOCK
-    while 4 * length < 3 * capacity:  # one bucket less where it would save little
+    while length < capacity:
         lengths.append(length)
         length *= 2
     return (*lengths, capacity)
