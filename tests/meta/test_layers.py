@@ -27,6 +27,7 @@ FLOORS = {
     "builders": 3,
     "runtime": 4,
     "bench": 5,
+    "serving": 5,
     "cli": 6,
 }
 
@@ -102,7 +103,7 @@ def test_plugins_and_builders_are_imported_as_parts_of_the_package() -> None:
 
 
 # Import name -> what brings it.
-BROUGHT_BY = {"cuda": "cuda-core", "pydantic_core": "pydantic"}
+BROUGHT_BY = {"cuda": "cuda-core", "prometheus_client": "prometheus-client", "pydantic_core": "pydantic"}
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
@@ -110,7 +111,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     optional = project["optional-dependencies"]
     declared, extra = (
         {re.split(r"[<>=]", requirement)[0] for requirement in requirements}
-        for requirements in (project["dependencies"], [*optional["cuda13"], *optional["guided"]])
+        for requirements in (project["dependencies"], [*optional["cuda13"], *optional["guided"], *optional["serve"]])
     )
     roots = {module.split(".")[0] for _, path in product_files() for _, module in imported_modules(path)}
     imported = {BROUGHT_BY.get(root, root) for root in roots - {*sys.stdlib_module_names, PACKAGE}}

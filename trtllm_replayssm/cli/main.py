@@ -48,6 +48,7 @@ COMMANDS: Final[dict[str, Command]] = {
     ),
     "run": Command("trtllm_replayssm.cli.run", "Generate text with an engine, a rank checkpoint or a model folder."),
     "inspect": Command("trtllm_replayssm.cli.inspect", "Show what a model or engine folder holds."),
+    "serve": Command("trtllm_replayssm.cli.serve", "Serve a model over HTTP, to OpenAI's clients."),
     "bench": Command(
         "trtllm_replayssm.cli.bench",
         "Measure kernels and whole models on this machine's GPU.",

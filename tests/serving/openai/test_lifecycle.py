@@ -1,0 +1,265 @@
+"""Clients leave, read slowly or stay; the server ends, starts again, or its model fails."""
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serving.openai.servers import MODEL, InBackground, ServerProcess, ask, metric, wait_until
+from trtllm_replayssm import LLM, SchedulerConfig
+from trtllm_replayssm.serving.openai.event_stream import EventStream
+from trtllm_replayssm.serving.openai.server import Server, listen
+from trtllm_replayssm.serving.openai.service import Service
+from trtllm_replayssm.serving.openai.settings import ServerSettings
+
+ENDLESS: Any = {"model": "tiny", "prompt": [5], "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+BODY = {"model": "tiny", "prompt": [5], "max_tokens": 2000, "ignore_eos": True}
+CANCELLED = 'sequences_total{end="cancelled"}'
+
+
+def request_bytes(**changes: Any) -> bytes:
+    data = json.dumps(BODY | changes).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+        % (
+            len(data),
+            data,
+        )
+    )
+
+
+def test_a_client_that_leaves_a_stream_frees_its_slot(server: ServerProcess) -> None:
+    before = server.metric(CANCELLED)
+    stream = server.client().completions.create(**ENDLESS, stream=True, n=2)
+    for _, _ in zip(range(6), stream, strict=False):
+        assert server.metric("running_sequences") == 2
+    stream.close()
+    server.wait_for_metric("running_sequences", 0)
+    assert server.metric(CANCELLED) == before + 2
+    assert "Traceback" not in server.log
+
+
+def test_a_client_that_leaves_before_the_result_frees_its_slot(server: ServerProcess) -> None:
+    before = server.metric(CANCELLED)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(request_bytes())
+        server.wait_for_metric("running_sequences", 1)
+    server.wait_for_metric("running_sequences", 0)
+    assert server.metric(CANCELLED) == before + 1
+    with pytest.raises(openai.APITimeoutError):
+        server.client(timeout=0.3).completions.create(**ENDLESS)
+    server.wait_for_metric("running_sequences", 0)
+    wait_until(lambda: server.metric('http_requests_total{path="/v1/completions",status="499"}') >= 2, "two 499")
+
+
+def test_a_reader_that_does_not_read_holds_no_slot(server: ServerProcess) -> None:
+    before = server.metric('sequences_total{end="finished"}')
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(request_bytes(stream=True, max_tokens=100))
+        # It generates to its end, and others are served meanwhile.
+        assert server.client().completions.create(model="tiny", prompt="x", max_tokens=2).choices
+        server.wait_for_metric("running_sequences", 0)
+        assert server.metric('sequences_total{end="finished"}') == before + 2
+
+
+def test_a_reader_that_is_too_slow_is_cut_off() -> None:
+    states: list[str] = []
+
+    @contextmanager
+    def lifetime() -> Iterator[None]:
+        states.append("running")
+        try:
+            yield
+        finally:
+            states.append("ended")
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"data: x\n\n"
+        finally:
+            states.append("closed")
+
+    async def receive() -> Any:
+        await asyncio.sleep(1000)
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > 3:
+            await asyncio.sleep(1000)
+
+    async def respond() -> None:
+        await EventStream(events(), lifetime(), send_timeout_s=0.05)({"type": "http"}, receive, send)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(respond())
+    assert states[0] == "running" and "ended" in states and len(sent) == 4
+
+
+def test_a_server_ends_in_order_and_starts_again(tmp_path: Path) -> None:
+    options = ["--served_model_name", "tiny", "--shutdown_timeout_s", "20"]
+    short: Any = {"model": "tiny", "prompt": "import os\n", "temperature": 0.0, "max_tokens": 120}
+    with ServerProcess(options, tmp_path / "first") as server:
+        port, whole = server.port, server.client().completions.create(**short).choices[0].text
+        stream = server.client().completions.create(**short, stream=True)
+        pieces = [next(stream).choices[0].text]
+        waiting = InBackground(lambda: server.client().completions.create(**short))
+        server.wait_for_metric("running_sequences", 2)
+        server.terminate()
+        # What runs is finished.
+        pieces += [chunk.choices[0].text for chunk in stream]
+        assert "".join(pieces) == whole == waiting.outcome().choices[0].text
+        assert server.process.wait(30) == 0
+        assert "all requests have ended" in server.log and "Traceback" not in server.log
+    with ServerProcess(
+        [*options[:2], "--shutdown_timeout_s", "0.3", "--port", str(port)], tmp_path / "second"
+    ) as server:
+        assert server.port == port
+        assert server.client().completions.create(**short).choices[0].text == whole
+        stream = server.client().completions.create(**ENDLESS, stream=True)
+        next(stream)
+        waiting = InBackground(lambda: server.client().completions.create(**ENDLESS))
+        server.wait_for_metric("running_sequences", 2)
+        server.terminate()
+        # What runs too long is told why it ends.
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        error = waiting.outcome()
+        assert isinstance(error, openai.InternalServerError) and error.status_code == 503
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.log
+
+
+@contextmanager
+def served(llm: LLM, **settings: Any) -> Iterator[tuple[int, Service]]:
+    """Serve an ``LLM`` of this process."""
+    service = Service(llm, ServerSettings(model_name="tiny", **settings), None)
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        server = Server(service)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            wait_until(lambda: server.started, "the server")
+            yield port, service
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_a_model_that_failed_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm, shutdown_timeout_s=0.0) as (port, _):
+        step, num_steps = llm._executor.step, iter(range(100))
+
+        def failing(inputs: Any) -> Any:
+            if next(num_steps) == 3:
+                raise SystemExit("the worker was killed")
+            return step(inputs)
+
+        monkeypatch.setattr(llm._executor, "step", failing)
+        assert ask(port, "/health").content == {"status": "ready"} and metric(port, "ready") == 1
+        answer = ask(port, "/v1/completions", BODY)
+        assert answer.status == 500 and "the worker was killed" in answer.message
+        health = ask(port, "/health")
+        assert health.status == 503 and health.content["status"] == "not ready" and "failed" in health.content["reason"]
+        assert metric(port, "ready") == 0 and metric(port, 'sequences_total{end="error"}') == 1
+        refusal = ask(port, "/v1/completions", BODY)
+        assert refusal.status == 503 and "found an LLM whose executor has failed" in refusal.message
+
+
+def test_a_failing_stream_ends_with_an_event_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm, shutdown_timeout_s=0.0) as (port, _):
+        step, num_steps = llm._executor.step, iter(range(100))
+
+        def failing(inputs: Any) -> Any:
+            if next(num_steps) == 5:
+                raise RuntimeError("the device is on fire")
+            return step(inputs)
+
+        monkeypatch.setattr(llm._executor, "step", failing)
+        answer = ask(port, "/v1/completions", BODY | {"stream": True})
+        *texts, last = answer.body.decode().strip().split("\n\n")
+        assert answer.status == 200 and texts
+        assert "the device is on fire" in json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+def test_an_error_of_the_servers_own_tells_the_log_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm) as (port, service):
+        monkeypatch.setattr(service, "check_model", lambda name: 1 / 0)
+        answer = ask(port, "/v1/completions", BODY)
+        assert answer.status == 500 and "server: found an error of its own" in answer.message
+        assert "division" not in answer.message and answer.headers["x-request-id"]
+
+
+def test_a_draining_server_is_not_ready_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm) as (port, service):
+        service.is_draining = True
+        health = ask(port, "/health")
+        assert health.status == 503 and health.content["reason"] == "shutting down"
+        answer = ask(port, "/v1/completions", BODY)
+        assert answer.status == 503 and answer.headers["retry-after"] == "1" and "shutting down" in answer.message
+
+
+def test_a_slow_body_has_its_time() -> None:
+    scheduling = SchedulerConfig(max_queue_size=1)
+    with LLM(MODEL, device="cpu", scheduler_config=scheduling) as llm, served(llm, body_timeout_s=0.2) as (port, _):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(request_bytes()[:-5])
+            assert connection.recv(12) == b"HTTP/1.1 408"
+
+
+OPENED: list[str] = []
+IS_WATCHING = threading.Event()
+
+
+def watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if IS_WATCHING.is_set() and event in (
+        "open",
+        "os.listdir",
+        "os.scandir",
+        "pickle.find_class",
+        "exec",
+        "subprocess.Popen",
+    ):
+        OPENED.append(f"{event} {arguments[0]!r}")
+
+
+def test_no_word_of_a_request_reaches_the_file_system(tmp_path: Path) -> None:
+    marked = str(tmp_path / "marked")
+    words: Any = [
+        {"prompt": marked},
+        {"prompt": [marked, "file://" + marked], "stop": marked},
+        {"model": marked},
+        {"user": marked},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": f"file://{marked}"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": marked}}}},
+    ]
+    chats: Any = [
+        {"messages": [{"role": "user", "content": "{% include '" + marked + "' %}"}]},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": marked}},
+    ]
+    with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm) as (port, _):
+        assert ask(port, "/v1/completions", BODY | {"max_tokens": 2}).status == 200  # lazy imports
+        sys.addaudithook(watch)
+        IS_WATCHING.set()
+        try:
+            for change in words:
+                ask(port, "/v1/completions", BODY | {"max_tokens": 2} | change)
+            for change in chats:
+                ask(port, "/v1/chat/completions", {"model": "tiny", "max_tokens": 2} | change)
+            ask(port, f"/v1/models/{marked}")
+            ask(port, marked)
+        finally:
+            IS_WATCHING.clear()
+    assert not [what for what in OPENED if "marked" in what or "pickle" in what or "subprocess" in what]

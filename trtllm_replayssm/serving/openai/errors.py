@@ -1,0 +1,121 @@
+"""Errors as OpenAI's clients expect them: a status, and a body that says what was found and what is needed."""
+
+import reprlib
+from typing import TYPE_CHECKING, Any
+
+from trtllm_replayssm.errors import ExecutorError, QueueFullError, ReplaySSMError, ShutdownError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+_SHOWN_PROBLEMS = 3
+_MAX_MESSAGE = 2000
+
+
+class ApiError(Exception):
+    """What a client is told instead of a result.
+
+    Args:
+        status: of HTTP.
+        message: a sentence for people.
+        code: a word for programs.
+        param: the key of the request that is at fault.
+        retry_after_s: when the same request may succeed.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "..."
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that go with it."""
+        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the error of a request that cannot be served as asked."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def refused(error: ReplaySSMError, retry_after_s: int) -> ApiError:
+    """Return what a client is told when the ``LLM`` did not take its request."""
+    if isinstance(error, QueueFullError):
+        return ApiError(429, error.message, code="queue_full", retry_after_s=retry_after_s)
+    if isinstance(error, ShutdownError):
+        return shutting_down(retry_after_s)
+    if isinstance(error, ExecutorError):
+        return ApiError(503, error.message, code="model_failed")
+    return invalid(error.message)
+
+
+def failed(error: ReplaySSMError, *, is_guided: bool) -> ApiError:
+    """Return what a client is told when its request was taken and did not end well.
+
+    Args:
+        error: what ended it.
+        is_guided: whether the client's own grammar may be the reason.
+    """
+    if isinstance(error, ShutdownError):
+        return shutting_down(None)
+    if is_guided and not isinstance(error, ExecutorError):
+        return invalid(error.message, param="response_format")
+    return ApiError(500, error.message, code="generation_failed")
+
+
+def shutting_down(retry_after_s: int | None) -> ApiError:
+    """Return the error of a server that takes no more requests, or ends those it has."""
+    return ApiError(
+        503,
+        "server: found it shutting down; needed a running one. Send the request again, to another replica.",
+        code="shutting_down",
+        retry_after_s=retry_after_s,
+    )
+
+
+def unreadable(error: "ValidationError") -> ApiError:
+    """Return the error of a body whose keys or values are wrong: the first few, shortened."""
+    problems = error.errors(include_url=False, include_context=False)
+    texts = [_problem_text(problem) for problem in problems[:_SHOWN_PROBLEMS]]
+    if len(problems) > _SHOWN_PROBLEMS:
+        texts.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
+    where = problems[0]["loc"]
+    return invalid("; ".join(texts) + ".", param=reprlib.repr(where[0])[1:-1] if where else None)
+
+
+def _problem_text(problem: Any) -> str:
+    where = ".".join(reprlib.repr(part).strip("'") for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: found a parameter that this server does not know; needed one that it does, or none"
+    if problem["type"] == "missing":
+        return f"{where}: found nothing; needed a value"
+    needed = problem["msg"].removeprefix("Value error, ").replace("Input should be", "needed")
+    if problem["type"] == "value_error":  # a check of ours, which says what was found
+        return f"{where}: {needed}" if where else needed
+    return f"{where}: found {shown(problem['input'])}; {needed}"
+
+
+def shown(value: object) -> str:
+    """Return a short text of what a client sent."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return f"a value of type {type(value).__name__}"

@@ -1,0 +1,139 @@
+"""What stands between HTTP and the ``LLM``: it submits requests, knows those that run, and ends them."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from trtllm_replayssm.config import SamplingParams
+from trtllm_replayssm.errors import ReplaySSMError
+from trtllm_replayssm.runtime.handle import RequestHandle
+from trtllm_replayssm.runtime.llm import LLM
+from trtllm_replayssm.serving.openai.chat_template import ChatTemplate
+from trtllm_replayssm.serving.openai.errors import ApiError, invalid, refused
+from trtllm_replayssm.serving.openai.generation import Generation
+from trtllm_replayssm.serving.openai.protocol import ChatBody, CompletionBody
+from trtllm_replayssm.serving.openai.sampling import sampling_params
+from trtllm_replayssm.serving.openai.settings import ServerSettings
+
+PlainPrompt = str | list[int]
+
+
+class Service:
+    """The model, its limits and what runs on it.
+
+    Args:
+        llm: the model; the service does not close it.
+        settings: limits and times.
+        chat_template: None refuses chats.
+    """
+
+    def __init__(self, llm: LLM, settings: ServerSettings, chat_template: ChatTemplate | None) -> None:
+        self.llm = llm
+        self.settings = settings
+        self._chat_template = chat_template
+        self._running: set[Generation] = set()
+        self.is_draining = False
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no request is taken; None where they are."""
+        if self.is_draining:
+            return "shutting down"
+        return None if self.llm.is_healthy else "the model has failed, or is closed"
+
+    def check_model(self, name: str) -> None:
+        """Refuse what asks for another model.
+
+        Raises:
+            ApiError: naming the one that is there.
+        """
+        own = self.settings.model_name
+        if name != own:
+            message = f"model: found {name[:100]!r}; needed {own!r}, the one that this server has."
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    def prompts(self, body: CompletionBody | ChatBody) -> list[PlainPrompt]:
+        """Return the prompts of a request; a chat has one.
+
+        Raises:
+            ApiError: there is no chat template, or it refuses the conversation.
+        """
+        if isinstance(body, CompletionBody):
+            return list(body.prompt)
+        tokenizer = self.llm.tokenizer
+        if self._chat_template is None or tokenizer is None:
+            raise invalid(
+                "messages: found a model without a chat template or without a tokenizer; needed both. Use "
+                "/v1/completions, or start the server with --chat_template.",
+                param="messages",
+            )
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        for message in messages:
+            message["role"] = message["role"].replace("developer", "system")
+        try:
+            text = self._chat_template.render(
+                messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
+            )
+            # The template has written the special tokens itself.
+            return [tokenizer.encode(text, name="messages", add_special_tokens=False)]
+        except ReplaySSMError as error:
+            raise invalid(error.message, param="messages") from error
+
+    async def submit(self, body: CompletionBody | ChatBody) -> Generation:
+        """Queue a request's prompts, all of them or none.
+
+        Raises:
+            ApiError: they cannot be served, or not now.
+        """
+        work = asyncio.ensure_future(asyncio.to_thread(self._submit, body))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:  # the client has left while its prompt was tokenised
+            work.add_done_callback(_abort_result)
+            raise
+
+    @contextmanager
+    def running(self, generation: Generation) -> Iterator[None]:
+        """Know of a request while its client waits; free its slots whatever ends the waiting."""
+        self._running.add(generation)
+        try:
+            yield
+        finally:
+            self._running.discard(generation)
+            generation.abort()
+
+    def end_all(self) -> None:
+        """End what still runs; its clients are told so."""
+        for generation in self._running:
+            generation.abort()
+
+    def _submit(self, body: CompletionBody | ChatBody) -> Generation:
+        limits, settings = self.llm.limits, self.settings
+        params = sampling_params(body, limits.max_seq_len)
+        prompts = self.prompts(body)
+        count = len(prompts) * params.n
+        if count > settings.max_sequences:
+            raise invalid(
+                f"n: found {count} sequences, prompts times n; needed at most {settings.max_sequences} in one request.",
+                param="n",
+            )
+        handles = self._queue(prompts, params, streaming=body.stream)
+        return Generation(handles, is_guided=params.guided_decoding is not None)
+
+    def _queue(self, prompts: Sequence[PlainPrompt], params: SamplingParams, *, streaming: bool) -> list[RequestHandle]:
+        handles: list[RequestHandle] = []
+        try:
+            for prompt in prompts:
+                inputs = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+                timeout_s = self.settings.request_timeout_s
+                handles.append(self.llm.generate_async(inputs, params, streaming=streaming, timeout_s=timeout_s))
+        except ReplaySSMError as error:
+            for handle in handles:
+                handle.abort()
+            raise refused(error, self.settings.retry_after_s) from error
+        return handles
+
+
+def _abort_result(work: "asyncio.Future[Generation]") -> None:
+    if not work.cancelled() and work.exception() is None:
+        work.result().abort()
