@@ -18,7 +18,7 @@ INSTALL = "pip install 'trtllm-replayssm[serve]'"
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder, rank checkpoint or engine.")],
     host: Annotated[str, typer.Option("--host", help="Address to listen at; 0.0.0.0 for all of IPv4.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option("--port", help="0 takes a free one.")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option("--served_model_name", help="What clients call it. By default the folder's name.")
     ] = None,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 import sys
 import threading
@@ -14,7 +15,7 @@ import openai
 import pytest
 
 from tests.serving.openai.servers import MODEL, InBackground, ServerProcess, ask, metric, wait_until
-from trtllm_replayssm import LLM, SchedulerConfig
+from trtllm_replayssm import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
 from trtllm_replayssm.serving.openai.event_stream import EventStream
 from trtllm_replayssm.serving.openai.server import Server, listen
 from trtllm_replayssm.serving.openai.service import Service
@@ -108,7 +109,7 @@ def test_a_reader_that_is_too_slow_is_cut_off() -> None:
 
 def test_a_server_ends_in_order_and_starts_again(tmp_path: Path) -> None:
     options = ["--served_model_name", "tiny", "--shutdown_timeout_s", "20"]
-    short: Any = {"model": "tiny", "prompt": "import os\n", "temperature": 0.0, "max_tokens": 120}
+    short: Any = {"model": "tiny", "prompt": "import os\n", "temperature": 0.0, "max_tokens": 60}
     with ServerProcess(options, tmp_path / "first") as server:
         port, whole = server.port, server.client().completions.create(**short).choices[0].text
         stream = server.client().completions.create(**short, stream=True)
@@ -217,6 +218,29 @@ def test_a_slow_body_has_its_time() -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
             connection.sendall(request_bytes()[:-5])
             assert connection.recv(12) == b"HTTP/1.1 408"
+
+
+def test_reused_prompts_are_counted() -> None:
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8)
+    with LLM(MODEL, device="cpu", kv_cache_config=cache) as llm, served(llm) as (port, _):
+        body = BODY | {"prompt": list(range(5, 25)), "max_tokens": 3, "temperature": 0}
+        texts = {ask(port, "/v1/completions", body).content["choices"][0]["text"] for _ in range(3)}
+        assert len(texts) == 1
+        assert metric(port, "prefix_hits_total") == 2 and metric(port, "reused_tokens_total") == 32
+        assert metric(port, "prefix_device_bytes") > 0
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_tokens(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(MODEL / name, tmp_path / name)
+    with LLM(tmp_path, device="cpu") as llm, served(llm) as (port, _):
+        own = llm.generate([5, 6], SamplingParams(max_tokens=6, temperature=0.0)).outputs[0].token_ids
+        body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+        choice = ask(port, "/v1/completions", body | {"logprobs": 0, "echo": None}).content["choices"][0]
+        assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == ("", own, [5, 6])
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in own]
+        answer = ask(port, "/v1/completions", body | {"prompt": "text"})
+        assert answer.status == 400 and "has no tokenizer.json" in answer.message
 
 
 OPENED: list[str] = []

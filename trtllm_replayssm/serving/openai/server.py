@@ -89,6 +89,8 @@ def serve(service: Service, listener: socket.socket) -> None:
     """Serve until a signal ends it."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
+    if not service.settings.api_keys and host not in ("127.0.0.1", "::1"):
+        _LOGGER.warning("anyone who reaches %s can use the model: no API keys were given", shown)
     _LOGGER.info("%s is served at http://%s:%d/v1", service.settings.model_name, shown, port)
     Server(service).run([listener])
     _LOGGER.info("served; all requests have ended")
