@@ -12,6 +12,7 @@ import pytest
 from tests.meta.repository import ROOT, tracked
 from trtllm_replayssm import backend
 from trtllm_replayssm.bench import plot
+from trtllm_replayssm.cli import serve
 from trtllm_replayssm.plugins.build import INSTALL
 
 PACKAGE = "trtllm_replayssm"
@@ -131,7 +132,7 @@ def test_the_ranges_of_tensorrt_are_those_that_the_backend_accepts() -> None:
 def test_messages_name_the_packages_of_the_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     shown = {"tensorrt": backend._INSTALL["tensorrt"], "rtx": backend._INSTALL["tensorrt_rtx"], "cuda13": INSTALL}
-    shown["bench"] = plot.INSTALL
+    shown |= {"bench": plot.INSTALL, "serve": serve.INSTALL}
     for extra, command in shown.items():
         assert command == "pip install " + " ".join(f"'{requirement}'" for requirement in extras[extra])
 

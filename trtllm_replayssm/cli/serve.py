@@ -12,7 +12,7 @@ from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, ReplayConfig
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import BackendError, ConfigError
 
-INSTALL = "pip install 'trtllm-replayssm[serve]'"
+INSTALL = "pip install 'starlette>=0.46' 'uvicorn>=0.34' 'jinja2>=3.1' 'prometheus-client>=0.21'"
 
 
 def command(
@@ -102,7 +102,7 @@ def command(
         from trtllm_replayssm.serving.openai import server
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"serve: found no Python package {error.name!r}; needed those of the extra serve. {INSTALL}"
+            f"serve: found no Python package {error.name!r}; needed those of the extra serve. Install them with: {INSTALL}"
         ) from error
     from trtllm_replayssm.runtime.llm import LLM
     from trtllm_replayssm.serving.openai.chat_template import ChatTemplate

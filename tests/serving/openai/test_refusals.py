@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,18 @@ def test_options_that_cannot_be_are_one_line(
 ) -> None:
     assert main(["serve", str(MODEL), *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("trtllm_replayssm.serving.openai.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("trtllm_replayssm.serving.openai.server", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", str(MODEL)]) == 2
+    error = capsys.readouterr().err
+    assert "found no Python package 'uvicorn'; needed those of the extra serve" in error and "pip install" in error
 
 
 def test_a_chat_template_that_is_none_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
