@@ -102,7 +102,8 @@ def command(
         from trtllm_replayssm.serving.openai import server
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"serve: found no Python package {error.name!r}; needed those of the extra serve. Install them with: {INSTALL}"
+            f"serve: found no Python package {error.name!r}; needed those of the extra serve. Install them with: "
+            f"{INSTALL}"
         ) from error
     from trtllm_replayssm.runtime.llm import LLM
     from trtllm_replayssm.serving.openai.chat_template import ChatTemplate

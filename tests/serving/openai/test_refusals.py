@@ -158,7 +158,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     keys = folder / "keys"
     keys.write_text("first-key\n\nsecond-key\n")
     options = ["--api_key_file", str(keys), "--max_batch_size", "1", "--max_queue_size", "1", "--max_body_bytes", "500"]
-    options += ["--max_concurrent_requests", "3", "--request_timeout_s", "1.5"]
+    options += ["--max_concurrent_requests", "3", "--request_timeout_s", "4"]
     with ServerProcess(options, folder / "log") as started:
         yield started
 
