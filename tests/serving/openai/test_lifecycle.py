@@ -109,7 +109,7 @@ def test_a_reader_that_is_too_slow_is_cut_off() -> None:
 
 def test_a_server_ends_in_order_and_starts_again(tmp_path: Path) -> None:
     options = ["--served_model_name", "tiny", "--shutdown_timeout_s", "20"]
-    short: Any = {"model": "tiny", "prompt": "import os\n", "temperature": 0.0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    short = ENDLESS | {"prompt": "import os\n", "temperature": 0.0, "max_tokens": 200}
     with ServerProcess(options, tmp_path / "first") as server:
         port, whole = server.port, server.client().completions.create(**short).choices[0].text
         stream = server.client().completions.create(**short, stream=True)

@@ -14,8 +14,8 @@ from trtllm_replayssm import LLM, CompletionOutput, SamplingParams
 from trtllm_replayssm.serving.openai.chat_template import ChatTemplate
 
 PROMPT = "import os\n\ndef main("
-GREEDY = {"temperature": 0.0, "max_tokens": 16}
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 16}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 16}
 TOKENS = {"return_token_ids": True}
 
 
@@ -163,7 +163,7 @@ def test_rules_reach_the_llm(server: ServerProcess, llm: LLM) -> None:
     stop = plain.text[3:5]
     stopped = complete(server, prompt=PROMPT, stop=stop, **GREEDY).choices[0]
     assert (stopped.text, stopped.finish_reason) == (plain.text.partition(stop)[0], "stop")
-    rules = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3, "min_tokens": 4, "ignore_eos": True}
+    rules: dict[str, Any] = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3, "min_tokens": 4, "ignore_eos": True}
     own = expected(llm, **SAMPLED, **rules)
     assert complete(server, prompt=PROMPT, extra_body=rules, **SAMPLED).choices[0].text == own.text
 
