@@ -27,6 +27,7 @@ FLOORS = {
     "builders": 3,
     "runtime": 4,
     "bench": 5,
+    "serving": 5,
     "cli": 6,
 }
 

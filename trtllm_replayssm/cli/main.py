@@ -48,6 +48,9 @@ COMMANDS: Final[dict[str, Command]] = {
     ),
     "run": Command("trtllm_replayssm.cli.run", "Generate text with an engine, a rank checkpoint or a model folder."),
     "inspect": Command("trtllm_replayssm.cli.inspect", "Show what a model or engine folder holds."),
+    "triton": Command(
+        "trtllm_replayssm.cli.triton", "Write a model repository for Triton Inference Server.", ("--gpus",)
+    ),
     "bench": Command(
         "trtllm_replayssm.cli.bench",
         "Measure kernels and whole models on this machine's GPU.",
