@@ -56,6 +56,9 @@ def command(
     max_queue_size: Annotated[
         int | None, typer.Option("--max_queue_size", help="Most sequences that wait; further ones are refused.")
     ] = None,
+    enable_block_reuse: Annotated[
+        bool, typer.Option("--enable_block_reuse", help="Start prompts from the states of earlier ones.")
+    ] = False,
     history: Annotated[str | None, typer.Option("--history", help="Most pending tokens of a slot, or auto.")] = None,
     state_dtype: Annotated[
         StateDtype | None, typer.Option("--state_dtype", metavar="<type>", help="Of the recurrent state.")
@@ -101,6 +104,7 @@ def command(
         "max_seq_len": max_seq_len,
         "max_num_tokens": max_num_tokens,
         "max_queue_size": max_queue_size,
+        "enable_block_reuse": enable_block_reuse or None,
         "history": history,
         "state_dtype": state_dtype,
         "speculative": speculative,

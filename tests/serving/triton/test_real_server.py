@@ -116,6 +116,18 @@ def test_a_stop_word_ends_the_text_and_is_named(server: Server, llm: LLM) -> Non
     assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", word)
 
 
+def test_a_guide_is_followed(server: Server) -> None:
+    answer = generate(
+        server,
+        "whole",
+        text_input=PROMPT,
+        max_tokens=32,
+        guided_decoding_guide_type="regex",
+        guided_decoding_guide="[0-9]{3}-[ab]",
+    )
+    assert re.fullmatch("[0-9]{3}-[ab]", answer["text_output"])
+
+
 @pytest.mark.parametrize("protocol", [http, grpc])
 def test_infer_of_either_protocol(server: Server, llm: LLM, protocol: Any) -> None:
     library = http_client if protocol is http else grpc_client
@@ -214,6 +226,11 @@ BAD = {
     "greedy several": (
         {"text_input": "a", "num_return_sequences": 2, "temperature": 0.0},
         "n: found 2 with temperature 0; needed 1",
+    ),
+    "a guide of no kind": ({"text_input": "a", "guided_decoding_guide": "x"}, "guided_decoding_guide_type: found None"),
+    "a guide that is none": (
+        {"text_input": "a", "guided_decoding_guide_type": "regex", "guided_decoding_guide": "("},
+        "guided_decoding",
     ),
     "a stream of one answer": ({"text_input": "a", "stream": True}, "stream: found true for a model that answers once"),
 }

@@ -86,6 +86,13 @@ INPUTS = (
     Field("stop_words", "TYPE_STRING", LIST, "Text that ends the request; empty strings are left out.", "stop"),
     Field("bad_words", "TYPE_STRING", LIST, "Text not to generate; empty strings are left out.", "bad"),
     Field("end_id", "TYPE_INT32", SCALAR, "The end token, when it is not the model's own.", "end_id"),
+    Field(
+        "guided_decoding_guide_type",
+        "TYPE_STRING",
+        SCALAR,
+        "What the text must be: json (any object), json_schema, regex or ebnf_grammar.",
+    ),
+    Field("guided_decoding_guide", "TYPE_STRING", SCALAR, "The schema, regular expression or grammar."),
     Field("pad_id", "TYPE_INT32", SCALAR, "Fills output_ids behind the shorter of several sequences; -1 by default."),
     Field("beam_width", "TYPE_INT32", SCALAR, "1: there is no beam search."),
     Field("exclude_input_in_output", "TYPE_BOOL", SCALAR, "Leave the prompt out of text_output; true by default."),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtllm_replayssm.config import SamplingParams
+from trtllm_replayssm.config import GuidedDecodingParams, SamplingParams
 from trtllm_replayssm.errors import RequestError
 from trtllm_replayssm.serving.triton.fields import INPUTS, LIST, Field
 
@@ -16,6 +16,8 @@ Array = npt.NDArray[Any]
 
 _BY_NAME = {field.name: field for field in INPUTS}
 _SAMPLED_BY = ("top_k", "top_p", "min_p")
+# TensorRT-LLM's type of a guide -> the option of ``GuidedDecodingParams`` that takes its text.
+_GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 
 
 @dataclass(frozen=True)
@@ -134,4 +136,18 @@ def _params(values: Mapping[str, Any]) -> SamplingParams:
         options["temperature"] = 0.0
     if values.get("return_log_probs"):
         options["logprobs"] = 0
-    return SamplingParams(**options)
+    return SamplingParams(**options, guided_decoding=_guided_decoding(values))
+
+
+def _guided_decoding(values: Mapping[str, Any]) -> GuidedDecodingParams | None:
+    kind, guide = values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
+    if kind is None and guide is None:
+        return None
+    if kind == "json" and guide is None:
+        return GuidedDecodingParams(json_object=True)
+    if kind not in _GUIDES or guide is None:
+        raise RequestError(
+            f"guided_decoding_guide_type: found {kind!r} {'without' if guide is None else 'with'} a "
+            f"guided_decoding_guide; needed 'json' alone, or one of {', '.join(map(repr, _GUIDES))} with a guide."
+        )
+    return GuidedDecodingParams(**{_GUIDES[kind]: guide})

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from trtllm_replayssm.config import (
     DecodingConfig,
     DraftTargetDecodingConfig,
+    KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     ReplayConfig,
@@ -38,6 +39,7 @@ class ModelSettings(Frozen):
         max_seq_len: tokens of the longest sequence.
         max_num_tokens: tokens of the longest prompt piece of a step.
         max_queue_size: most requests that wait; further ones are refused with the status "unavailable".
+        enable_block_reuse: whether prompts may start from the states of earlier ones that begin alike.
         history: most pending tokens of a slot, or "auto".
         state_dtype: of the recurrent state.
         speculative: where drafts come from; None for none.
@@ -58,6 +60,7 @@ class ModelSettings(Frozen):
     max_seq_len: int | None = Field(default=None, ge=1)
     max_num_tokens: int | None = Field(default=None, ge=1)
     max_queue_size: int | None = Field(default=None, ge=0)
+    enable_block_reuse: bool = False
     history: int | Literal["auto"] | None = None
     state_dtype: StateDtype | None = None
     speculative: DraftSource | None = None
@@ -109,6 +112,7 @@ class ModelSettings(Frozen):
             "max_seq_len": self.max_seq_len,
             "max_num_tokens": self.max_num_tokens,
             "scheduler_config": SchedulerConfig(max_queue_size=self.max_queue_size),
+            "kv_cache_config": KvCacheConfig(enable_block_reuse=self.enable_block_reuse),
             "replay": ReplayConfig(**_given(replay)),
         }
         if self.speculative is not None:
