@@ -50,6 +50,12 @@ def test_words_that_are_empty_are_none() -> None:
     assert (params.stop, params.bad) == (("end",), ())
 
 
+def test_an_older_name_is_taken_alone() -> None:
+    assert request(text_input="a", min_length=3).params.min_tokens == 3
+    with pytest.raises(RequestError, match="min_length: found together with min_tokens"):
+        request(text_input="a", min_length=3, min_tokens=3)
+
+
 def test_a_time_in_microseconds() -> None:
     read = read_request(tensors(text_input="a"), {}, is_decoupled=False, timeout_us=1_500_000)
     assert read.timeout_s == 1.5

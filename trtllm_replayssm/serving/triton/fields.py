@@ -43,6 +43,7 @@ INPUTS = (
         "No end token or stop word ends the request before so many tokens.",
         "min_tokens",
     ),
+    Field("min_length", "TYPE_INT32", SCALAR, "The older name of min_tokens, which GenAI-Perf has.", "min_tokens"),
     Field("num_return_sequences", "TYPE_INT32", SCALAR, "Sequences to sample from the prompt; 1 by default.", "n"),
     Field(
         "temperature",

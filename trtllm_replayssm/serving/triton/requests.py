@@ -131,6 +131,8 @@ def _prompt(values: Mapping[str, Any]) -> str | tuple[int, ...]:
 
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:
+    if "min_tokens" in values and "min_length" in values:
+        raise RequestError("min_length: found together with min_tokens, its newer name; needed one of the two.")
     options = {field.option: values[field.name] for field in INPUTS if field.option and field.name in values}
     if "temperature" not in values and not any(name in values for name in _SAMPLED_BY):
         options["temperature"] = 0.0
