@@ -9,7 +9,7 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +66,22 @@ def running(repository: Path, scratch: Path, *options: str) -> Iterator[Server]:
         scratch: an empty folder for the server's log and its folder of backends.
         options: further ones of ``tritonserver``.
     """
+    backends = _backends(scratch)
+    server = _start(repository, backends, scratch / "server.log", options)
+    try:
+        while not _is_ready(server):  # another process has taken a port of it meanwhile
+            server = _start(repository, backends, server.log, options)
+        yield server
+    finally:
+        stop(server)
+
+
+def _start(repository: Path, backends: Path, log: Path, options: Sequence[str]) -> Server:
     http, grpc, metrics = _free_ports(3)
-    log = scratch / "server.log"
     command = [
         str(_binary()),
         f"--model-repository={repository}",
-        f"--backend-directory={_backends(scratch)}",
+        f"--backend-directory={backends}",
         *(f"--{name}-address={HOST}" for name in ("http", "grpc", "metrics")),
         f"--http-port={http}",
         f"--grpc-port={grpc}",
@@ -83,12 +93,7 @@ def running(repository: Path, scratch: Path, *options: str) -> Iterator[Server]:
     ]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(), cwd=ROOT)
-    server = Server(process, http, grpc, metrics, log)
-    try:
-        _wait_until_ready(server)
-        yield server
-    finally:
-        stop(server)
+    return Server(process, http, grpc, metrics, log)
 
 
 def stop(server: Server) -> None:
@@ -139,13 +144,17 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _wait_until_ready(server: Server) -> None:
+def _is_ready(server: Server) -> bool:
+    """Wait until a server is ready; say no where it ended because a port of it was taken."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        assert server.process.poll() is None, f"the server ended:\n{server.log.read_text()[-4000:]}"
+        if server.process.poll() is not None:
+            log = server.log.read_text()
+            assert "already in use" in log, f"the server ended:\n{log[-4000:]}"
+            return False
         try:
             with urllib.request.urlopen(f"{server.url}/v2/health/ready", timeout=5):
-                return
+                return True
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)
     raise AssertionError(f"the server was not ready within {TIMEOUT_S} s:\n{server.log.read_text()[-4000:]}")
