@@ -23,7 +23,7 @@ PROMPT = "import os\n"
 
 def test_a_server_fails_and_restarts_and_answers_the_same(has_server: None, llm: LLM, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
-    write(repository, "small", "--max_queue_size", "0", "--max_batch_size", "1")
+    write(repository, "small", "--max_queue_size", "0", "--max_batch_size", "1", "--kind", "auto")
     expected = llm.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False).outputs[0].text
     for name in ("first", "second"):
         scratch = tmp_path / name
