@@ -27,7 +27,7 @@ help:  ## List the targets
 
 env: $(READY)  ## Create the environment in .venv (Python 3.11 or newer and g++ are all it needs)
 
-$(READY): Makefile pyproject.toml requirements-dev.txt
+$(READY): Makefile pyproject.toml requirements-dev.txt tests/serving/triton/install_server.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: $(PYTHON) is older than Python 3.11; set PYTHON=python3.11 or newer" >&2; exit 2; }
 	@command -v $${CXX:-g++} >/dev/null \
@@ -35,6 +35,7 @@ $(READY): Makefile pyproject.toml requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(HEADERS)
+	$(BIN)/python -m tests.serving.triton.install_server
 	@touch $@
 
 demo: $(READY)  ## Convert, build, inspect and run the shipped model, with and without speculation

@@ -49,6 +49,9 @@ COMMANDS: Final[dict[str, Command]] = {
     "run": Command("trtllm_replayssm.cli.run", "Generate text with an engine, a rank checkpoint or a model folder."),
     "inspect": Command("trtllm_replayssm.cli.inspect", "Show what a model or engine folder holds."),
     "serve": Command("trtllm_replayssm.cli.serve", "Serve a model over HTTP, to OpenAI's clients."),
+    "triton": Command(
+        "trtllm_replayssm.cli.triton", "Write a model repository for Triton Inference Server.", ("--gpus",)
+    ),
     "bench": Command(
         "trtllm_replayssm.cli.bench",
         "Measure kernels and whole models on this machine's GPU.",

@@ -1,0 +1,200 @@
+"""The model behind ``model.py`` with a double of Triton's module: also where no server is to be had, and on a GPU."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.serving.triton.conftest import BATCH_SIZE, MODEL
+from tests.serving.triton.test_requests import ALL, tensors
+from trtllm_replayssm import LLM, SamplingParams
+from trtllm_replayssm.errors import ConfigError
+from trtllm_replayssm.serving.triton.model import ReplayModel
+
+PROMPT = "import os\n"
+DEVICES = ["CPU", pytest.param("GPU", marks=pytest.mark.gpu)]
+
+
+@dataclass
+class Metric:
+    number: float = 0.0
+
+    def set(self, value: float) -> None:
+        self.number = value
+
+    def increment(self, more: float) -> None:
+        assert more > 0, "a counter of Triton only rises"
+        self.number += more
+
+
+@dataclass
+class Sender:
+    """A response sender.
+
+    Attributes:
+        responses: what was sent.
+        is_over: set with the final flag, after which Triton takes no more.
+        given_up: whether the client has cancelled.
+    """
+
+    responses: list[Any] = field(default_factory=list)
+    is_over: threading.Event = field(default_factory=threading.Event)
+    given_up: bool = False
+
+    def send(self, response: Any, flags: int = 0) -> None:
+        assert not self.is_over.is_set(), "a response after the final one"
+        self.responses.append(response)
+        if flags:
+            self.is_over.set()
+
+    def is_cancelled(self) -> bool:
+        return self.given_up
+
+
+class Family:
+    """A metric family; all metrics of it by name."""
+
+    COUNTER, GAUGE = 0, 1
+    metrics: dict[str, Metric] = {}
+
+    def __init__(self, name: str, description: str, kind: int) -> None:
+        assert description.endswith("."), name
+        self._name = name
+
+    def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802 - Triton's name
+        assert labels == {"model": "m", "version": "1", "instance": "m_0_0"}
+        return self.metrics.setdefault(self._name, Metric())
+
+
+class TritonError:
+    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = "INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message, self.code = message, code
+
+
+PB_UTILS = SimpleNamespace(
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+    TritonError=TritonError,
+    MetricFamily=Family,
+    Logger=SimpleNamespace(log_info=lambda message: None),
+    Tensor=lambda name, array: (name, array),
+    InferenceResponse=lambda tensors=(), error=None: SimpleNamespace(tensors=dict(tensors), error=error),
+    using_decoupled_model_transaction_policy=lambda config: config["decoupled"],
+)
+
+
+def open_model(kind: str, **parameters: str) -> ReplayModel:
+    options = {"engine_dir": str(MODEL), "dtype": "float32", "max_batch_size": str(BATCH_SIZE)} | parameters
+    config = {"decoupled": True, "parameters": {name: {"string_value": value} for name, value in options.items()}}
+    args = {
+        "model_config": json.dumps(config),
+        "model_repository": "/repository/m",
+        "model_version": "1",
+        "model_name": "m",
+        "model_instance_name": "m_0_0",
+        "model_instance_kind": kind,
+        "model_instance_device_id": "0",
+    }
+    return ReplayModel(PB_UTILS, args)
+
+
+@pytest.fixture(params=DEVICES)
+def model(request: pytest.FixtureRequest) -> Iterator[ReplayModel]:
+    model = open_model(request.param, cancellation_check_period_ms="5", metrics_period_ms="20", max_queue_size="60")
+    yield model
+    model.finalize()
+
+
+def ask(model: ReplayModel, **values: object) -> Sender:
+    sender = Sender()
+    inputs = [
+        SimpleNamespace(name=lambda name=name: name, as_numpy=lambda array=array: array)
+        for name, array in tensors(**values).items()
+    ]
+    request = SimpleNamespace(
+        get_response_sender=lambda: sender,
+        inputs=lambda: inputs,
+        parameters=lambda: "{}",
+        timeout=lambda: 0,
+        requested_output_names=lambda: ALL,
+    )
+    model.execute([request])
+    return sender
+
+
+def error_of(sender: Sender) -> Any:
+    assert sender.is_over.wait(60)
+    return sender.responses[-1].error
+
+
+def text_of(sender: Sender) -> str:
+    assert sender.is_over.wait(60)
+    assert [response.error for response in sender.responses] == [None] * len(sender.responses)
+    return b"".join(response.tensors["text_output"][0, 0] for response in sender.responses).decode()
+
+
+def test_many_requests_stream_at_a_time(model: ReplayModel) -> None:
+    senders = [ask(model, text_input=PROMPT * (1 + n % 3), max_tokens=10 + n % 4, stream=True) for n in range(24)]
+    texts = [text_of(sender) for sender in senders]
+    with LLM(MODEL, device="cpu", dtype="float32") as llm:
+        for number, text in enumerate(texts):
+            params = SamplingParams(max_tokens=10 + number % 4, temperature=0.0)
+            assert text == llm.generate(PROMPT * (1 + number % 3), params, use_tqdm=False).outputs[0].text
+    assert all(len(sender.responses) > 3 for sender in senders)
+
+
+def test_what_is_given_up_ends_and_the_rest_goes_on(model: ReplayModel) -> None:
+    endless = [ask(model, text_input=PROMPT, max_tokens=4000, stream=number % 2 == 0) for number in range(3)]
+    other = ask(model, text_input=PROMPT, max_tokens=8)
+    for sender in endless:
+        sender.given_up = True
+    assert [error_of(sender).code for sender in endless] == ["CANCELLED"] * 3
+    assert text_of(other)
+    deadline = time.monotonic() + 30
+    while Family.metrics["replayssm_running_sequences"].number:
+        assert time.monotonic() < deadline, "the slots are not free"
+        time.sleep(0.01)
+    assert Family.metrics["replayssm_cancelled_sequences_total"].number >= 3
+
+
+def test_a_full_queue_and_a_fault_have_their_statuses(model: ReplayModel) -> None:
+    assert error_of(ask(model, text_input="a", max_tokens=0)).code == "INVALID_ARG"
+    running = [ask(model, text_input=PROMPT, max_tokens=4000) for _ in range(BATCH_SIZE + 61)]
+    assert error_of(running[-1]).code == "UNAVAILABLE"
+    for sender in running:
+        sender.given_up = True
+    assert {error_of(sender).code for sender in running[:-1]} == {"CANCELLED"}
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_the_end_answers_what_runs(kind: str) -> None:
+    model = open_model(kind)
+    assert model.is_ready()
+    sender = ask(model, text_input=PROMPT, max_tokens=4000)
+    model.finalize()
+    assert error_of(sender).code == "UNAVAILABLE"
+    assert not model.is_ready()
+
+
+def test_an_answer_that_cannot_be_written_ends_its_request_alone(
+    model: ReplayModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no shared memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PB_UTILS, "Tensor", fail)
+        error = error_of(ask(model, text_input=PROMPT, max_tokens=4))
+    assert (error.code, "no shared memory" in error.message) == ("INTERNAL", True)
+    assert text_of(ask(model, text_input=PROMPT, max_tokens=4))
+
+
+def test_parameters_that_are_unknown_stop_the_model() -> None:
+    with pytest.raises(ConfigError, match="max_batch: unknown key"):
+        open_model("CPU", max_batch="3")

@@ -1,0 +1,178 @@
+"""The model behind ``model.py`` of a Triton repository: one ``LLM`` an instance, fed by all of its requests at once.
+
+Triton calls ``execute`` with requests and gets nothing back: each is answered through its response sender, when its
+tokens are there. So a call returns at once, the next one comes, and the scheduler of ``LLM`` batches what is there. An
+event loop in a thread of its own waits for the outputs of all requests, and looks now and then for cancelled ones.
+"""
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trtllm_replayssm import LLM
+from trtllm_replayssm.errors import QueueFullError, ReplaySSMError, ShutdownError
+from trtllm_replayssm.runtime.handle import RequestHandle
+from trtllm_replayssm.serving.triton.metrics import TritonMetrics
+from trtllm_replayssm.serving.triton.requests import GenerationRequest, read_request
+from trtllm_replayssm.serving.triton.responses import ResponseWriter
+from trtllm_replayssm.serving.triton.settings import ModelSettings
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class ReplayModel:
+    """One instance of a Triton model.
+
+    Args:
+        pb_utils: the module ``triton_python_backend_utils``, which exists within Triton alone.
+        args: what Triton hands to ``initialize``.
+
+    Raises:
+        ReplaySSMError: the folder cannot be opened as ``config.pbtxt`` says; Triton logs it and serves no such model.
+    """
+
+    def __init__(self, pb_utils: Any, args: dict[str, str]) -> None:
+        self._pb_utils = pb_utils
+        config = json.loads(args["model_config"])
+        self._is_decoupled = bool(pb_utils.using_decoupled_model_transaction_policy(config))
+        parameters = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
+        settings = ModelSettings.from_parameters(parameters)
+        version_folder = (Path(args["model_repository"]) / args["model_version"]).resolve()
+        self._llm = LLM(**settings.llm_options(version_folder, device_of(args)))
+        self._metrics = TritonMetrics(
+            pb_utils,
+            {"model": args["model_name"], "version": args["model_version"], "instance": args["model_instance_name"]},
+        )
+        self._period_s = settings.cancellation_check_period_ms / 1000
+        self._metrics_period_s = settings.metrics_period_ms / 1000
+        self._open: dict[int, tuple[RequestHandle, Any]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="triton_responses", daemon=True)
+        self._thread.start()
+        self._log(f"{self._llm!r} serves {args['model_instance_name']}")
+        if self._metrics.obstacle is not None:
+            self._log(f"no custom metrics: {self._metrics.obstacle}")
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take in requests; the answers go through their response senders."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                # Triton lends the input tensors for the time of this call.
+                tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                parameters = json.loads(request.parameters() or "{}")
+                asked = read_request(
+                    tensors, parameters, is_decoupled=self._is_decoupled, timeout_us=int(request.timeout())
+                )
+                handle = self._llm.generate_async(
+                    asked.prompt, asked.params, streaming=asked.streaming, timeout_s=asked.timeout_s
+                )
+            except ReplaySSMError as error:
+                self._refuse(sender, error)
+                continue
+            writer = ResponseWriter(asked, frozenset(request.requested_output_names()))
+            asyncio.run_coroutine_threadsafe(self._answer(sender, handle, asked, writer), self._loop)
+
+    def is_ready(self) -> bool:
+        """Say whether requests are taken; Triton asks where its Python backend knows this function."""
+        return self._llm.is_healthy
+
+    def finalize(self) -> None:
+        """End all requests and release the memory."""
+        self._llm.close()
+        asyncio.run_coroutine_threadsafe(self._settle(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        watchers = [self._loop.create_task(self._watch()), self._loop.create_task(self._count())]
+        self._loop.run_forever()
+        for watcher in watchers:
+            watcher.cancel()
+        self._loop.run_until_complete(asyncio.gather(*watchers, return_exceptions=True))
+        self._loop.close()
+
+    async def _answer(
+        self, sender: Any, handle: RequestHandle, asked: GenerationRequest, writer: ResponseWriter
+    ) -> None:
+        self._open[handle.request_id] = (handle, sender)
+        try:
+            if asked.streaming:
+                await self._stream(sender, handle, writer)
+            else:
+                await self._send_last(sender, handle, writer)
+        except ReplaySSMError as error:
+            self._refuse(sender, error)
+        except Exception as error:  # the client must learn of it, and the other requests go on
+            _LOGGER.exception("request %s was not answered", handle.request_id)
+            handle.abort()
+            self._end(sender, self._error(f"internal error: {type(error).__name__}: {error}", "INTERNAL"))
+        finally:
+            del self._open[handle.request_id]
+
+    async def _stream(self, sender: Any, handle: RequestHandle, writer: ResponseWriter) -> None:
+        async for output in handle:
+            if output.finished:
+                break
+            sender.send(self._response(writer.tensors(output)))
+        await self._send_last(sender, handle, writer)
+
+    async def _send_last(self, sender: Any, handle: RequestHandle, writer: ResponseWriter) -> None:
+        output = await handle
+        if any(sequence.finish_reason == "cancelled" for sequence in output.outputs):
+            self._end(sender, self._error("request: found it cancelled by its client", "CANCELLED"))
+        else:
+            self._end(sender, self._response(writer.tensors(output)))
+
+    async def _watch(self) -> None:
+        """Abort what clients have given up."""
+        while True:
+            await asyncio.sleep(self._period_s)
+            for handle, sender in list(self._open.values()):
+                if sender.is_cancelled():
+                    handle.abort()
+
+    async def _count(self) -> None:
+        while True:
+            self._metrics.update(self._llm.metrics(), self._llm.latencies())
+            await asyncio.sleep(self._metrics_period_s)
+
+    async def _settle(self) -> None:
+        while self._open:
+            await asyncio.sleep(0.01)
+        self._metrics.update(self._llm.metrics(), self._llm.latencies())
+
+    def _refuse(self, sender: Any, error: ReplaySSMError) -> None:
+        self._end(sender, self._error(str(error), status_of(error)))
+
+    def _error(self, message: str, status: str) -> Any:
+        errors = self._pb_utils.TritonError
+        return self._pb_utils.InferenceResponse(error=errors(message, getattr(errors, status)))
+
+    def _response(self, tensors: dict[str, Any]) -> Any:
+        return self._pb_utils.InferenceResponse(
+            [self._pb_utils.Tensor(name, tensor) for name, tensor in tensors.items()]
+        )
+
+    def _end(self, sender: Any, response: Any) -> None:
+        sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _log(self, message: str) -> None:
+        self._pb_utils.Logger.log_info(f"trtllm_replayssm: {message}")
+
+
+def device_of(args: dict[str, str]) -> str:
+    """Return the device of an instance as ``LLM`` names it, from the kind of its instance group."""
+    return f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
+
+
+def status_of(error: ReplaySSMError) -> str:
+    """Return Triton's status of an error: whose fault it is, and whether to try again."""
+    if isinstance(error, QueueFullError | ShutdownError):
+        return "UNAVAILABLE"
+    return "INVALID_ARG" if isinstance(error, ValueError) else "INTERNAL"
