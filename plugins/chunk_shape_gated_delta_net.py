@@ -12,7 +12,7 @@ _MMA_TILE = 16
 _CHUNK_SIZE = 32
 _TILE_PAIRS = 3  # of a chunk's two tiles of tokens, those j <= t
 _NUM_STAGES = 3
-_NUM_SOLVERS = 2
+_NUM_SOLVERS = 3
 # With this many thread blocks or fewer one prompt would leave much of a large GPU idle: then heads are cut finer,
 # although each slice has to invert for itself.
 _FEW_BLOCKS = 80
@@ -83,7 +83,8 @@ def make_shape(
     """Return the make-up with these many columns, splits, stages and solvers."""
     num_warps = slice_dim // _MMA_TILE * key_splits + num_solvers
     shared_bytes = _count_bytes(slice_dim, key_splits, num_stages, key_dim, state_dtype)
-    min_blocks = 2 if 2 * shared_bytes <= 224 * 1024 else 1
+    # Two blocks of more warps would not have the registers.
+    min_blocks = 2 if num_warps <= 6 and 2 * shared_bytes <= 224 * 1024 else 1
     return DeltaChunkShape(slice_dim, key_splits, num_stages, num_solvers, num_warps * _WARP, min_blocks, shared_bytes)
 
 
@@ -92,12 +93,11 @@ def _count_bytes(slice_dim: int, key_splits: int, num_stages: int, key_dim: int,
     parts = 3 if state_dtype == "float32" else 2
     token_bytes = 2 * (2 * key_dim + slice_dim + _V_PADDING) + 4 * _COEFFICIENTS
     tile_bytes = 2 * _MMA_TILE * _MMA_TILE
-    # The inverse is made where its parts are stored afterwards: two tiles of padded fp32 rows, and decays.
-    makings = 4 * (2 * (_MMA_TILE * (_MMA_TILE + 4) + 16) + _CHUNK_SIZE * 12)
+    # The inverse is made where its parts are stored afterwards: padded fp32 rows, and decays.
+    makings = 4 * _CHUNK_SIZE * (_CHUNK_SIZE + 4 + 12)
     inverse = -(-max(_TILE_PAIRS * parts * tile_bytes, makings) // 256) * 256
     stage = _CHUNK_SIZE * token_bytes + inverse + _TILE_PAIRS * 2 * tile_bytes
     value_tiles, is_split = slice_dim // _MMA_TILE, key_splits == 2
     # Of two splits each gives what it read by all keys of the chunk, and by half of the queries.
     exchanges = value_tiles * 2 * 4 * _MMA_TILE * (_CHUNK_SIZE + _CHUNK_SIZE // 2) if is_split else 0
-    barriers = 2 * num_stages + (2 * value_tiles if is_split else 0)
-    return (num_stages * stage + exchanges + barriers * _BARRIER_BYTES + 15) // 16 * 16
+    return (num_stages * stage + exchanges + 2 * num_stages * _BARRIER_BYTES + 15) // 16 * 16

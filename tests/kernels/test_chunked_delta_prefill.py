@@ -243,10 +243,10 @@ def test_lengths_that_break_the_protocol_stay_within_the_pools() -> None:
 BARRIERS = (
     ("solve.cuh", "    ptx::wait_for_copies();"),
     ("solve.cuh", "  __syncwarp();  // A is there"),
-    ("solve.cuh", "  __syncwarp();  // everybody has read A where T goes now"),
+    ("solve.cuh", "    __syncwarp();  // everybody has read A where T goes now"),
     ("solve.cuh", "    ptx::barrier_wait(shared.is_free(place.stage()), place.parity() ^ 1);"),
-    ("outputs.cuh", "  ptx::barrier_wait(shared.is_given(part.value_tile), parity);"),
-    ("../chunked_prefill.cu", "    ptx::barrier_wait(shared.is_solved(place.stage()), place.parity());"),
+    ("outputs.cuh", "  meet_partner();  // both have given"),
+    ("../chunked_prefill.cu", "      ptx::barrier_wait(shared.is_solved(place.stage()), place.parity());"),
 )
 
 

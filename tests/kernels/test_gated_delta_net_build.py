@@ -113,7 +113,7 @@ def test_every_chunked_prefill_fits_in_its_architectures() -> None:
         assert found.chunks is not None
         shape, columns = found.launch_shape("chunked_prefill"), found.chunks.slice_dim
         assert columns in (32, 64) and shape.grid_x * columns == heads * value_dim
-        assert shape.block_x == 32 * (columns // 16 * found.chunks.key_splits + found.chunks.num_solvers) == 192
+        assert shape.block_x == 32 * (columns // 16 * found.chunks.key_splits + found.chunks.num_solvers) == 224
         assert shape.dynamic_shared_bytes == found.chunks.shared_bytes <= 99 * 1024
         for architecture in GENERATIONS:
             assert found.kernel("prefill", architecture) == "chunked_prefill"
@@ -133,13 +133,15 @@ def test_other_shapes_prefill_token_by_token(values: dict[str, object]) -> None:
         found.launch_shape("chunked_prefill")
 
 
-def test_the_chunked_prefill_leaves_room_for_a_second_block_where_it_says_so() -> None:
-    for heads in (32, 64):
-        shape = changed(n_value_heads=heads)
-        assert shape.chunks is not None and shape.chunks.min_blocks == 2
+def test_as_many_blocks_of_the_chunked_prefill_as_it_says_have_room_on_a_multiprocessor() -> None:
+    for heads, state in itertools.product((32, 64), STATES):
+        shape = changed(n_value_heads=heads, state_dtype=state)
+        assert shape.chunks is not None
         found = resources(build.compile_kernel(shape, "prefill", "sm_90a"))
-        # Three warps of two blocks on each quarter of an SM; registers come in eights.
-        assert -(-found.registers // 8) * 8 * 32 * 3 <= 65536 // 4
+        # Warps of all blocks on each quarter of a multiprocessor; registers come in eights.
+        warps = -(-shape.chunks.min_blocks * shape.chunks.block_threads // 32 // 4)
+        assert -(-found.registers // 8) * 8 * 32 * warps <= 65536 // 4
+        assert shape.chunks.min_blocks * shape.chunks.shared_bytes <= 224 * 1024
 
 
 @pytest.mark.parametrize(

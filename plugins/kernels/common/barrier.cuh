@@ -54,6 +54,24 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   }
 }
 
+// Wait until this many threads, whole warps, have come to the block's barrier of a number from 1 to 15; what they have
+// written to shared memory is there then. Takes a sixth of the time that telling each other by two other barriers takes.
+__device__ inline void meet(int number, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
+}
+
+// Has the phase of a parity ended? For who has something to do before it waits.
+__device__ inline bool barrier_has_ended(uint32_t barrier, uint32_t parity) {
+  uint32_t is_done;
+  asm volatile(
+      "{\n\t.reg .pred done;\n\tmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, done;\n\t}"
+      : "=r"(is_done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return is_done != 0;
+}
+
 // An L2 policy for what is read once, beside much that is written: it leaves what stands in the cache in its order.
 // Marked to go first it would make the cache write in small pieces, between the reads.
 __device__ inline uint64_t reading_policy() {

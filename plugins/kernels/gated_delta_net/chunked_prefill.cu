@@ -32,20 +32,29 @@ __device__ inline void scan(const Tensors& tensors, const ChunkShared& shared) {
     warp_arrive(shared.is_free(place.stage()));
   }
   ACTIVATION_TYPE* o = tensors.o(0);
-  uint32_t exchange_parity = 0;
+  bool is_solved = false;
 #pragma unroll 1
-  for (int left = row.num_tokens; left > 0; left -= CHUNK_SIZE, place.advance()) {
+  for (int left = row.num_tokens; left > 0; left -= CHUNK_SIZE) {
     const Stage stage = shared.stage(place.stage());
-    ptx::barrier_wait(shared.is_solved(place.stage()), place.parity());
+    if (!is_solved) {
+      ptx::barrier_wait(shared.is_solved(place.stage()), place.parity());
+    }
     TokenValues reads, query_reads, u;
     read_state(stage, part, state, reads, query_reads);
     OwnOutputs outputs = choose_tiles(part, query_reads, true);
-    if (KEY_SPLITS == 2) exchange_reads(shared, part, exchange_parity, reads, query_reads, outputs);
-    exchange_parity ^= 1;
-    solve_for_u(stage, part, reads, u);
-    add_u(stage, part, u, outputs);
+    if (KEY_SPLITS == 2) exchange_reads(shared, part, reads, query_reads, outputs);
+    FirstSpoilt first;
+    solve_for_u(stage, part, reads, first, u);
+    const TokenParts<2> finite_u(u);
+    if (__builtin_expect(first.is_any, false)) first.put_back(part, 0, u.blocks);
+    add_u(stage, part, finite_u, outputs);
     fold_chunk(stage, part, u, state);
     warp_arrive(shared.is_free(place.stage()));
+    place.advance();
+    is_solved = ptx::barrier_has_ended(shared.is_solved(place.stage()), place.parity());
+    if (__builtin_expect(first.is_any, false)) {
+      first.put_back(part, first_own_tile(part) * MMA_TILE, outputs.blocks);
+    }
     store_outputs(o, part, left, outputs);
     o += CHUNK_SIZE * N_VALUE_HEADS * VALUE_DIM;
   }

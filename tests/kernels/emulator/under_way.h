@@ -101,6 +101,29 @@ inline void wait_for_phase(uint32_t address, uint32_t parity) {
   seen = barrier.phase - 1;
 }
 
+// A numbered barrier of some of the block's threads.
+struct Meeting {
+  int num_come = 0;
+  uint32_t num_held = 0;
+};
+static std::array<Meeting, 16> meetings;
+
+inline bool is_held(uint32_t number, uint32_t num_held) { return meetings[number].num_held > num_held; }
+
+inline void meet(int number, int num_threads) {
+  if (number < 1 || number > 15 || num_threads % 32 != 0) fail("a numbered barrier that there is not");
+  Meeting& meeting = meetings[number];
+  if (++meeting.num_come == num_threads) {
+    meeting.num_come = 0;
+    ++meeting.num_held;
+    return;
+  }
+  current().is_ready = is_held;
+  current().awaited[0] = number;
+  current().awaited[1] = meeting.num_held;
+  yield();
+}
+
 inline void poison(const Copy& copy) { std::memset(copy.target, 0xff, copy.bytes); }
 
 inline void finish(const Copy& copy) {
@@ -136,6 +159,7 @@ inline bool deliver_any() {
 inline void start_block() {
   std::memset(shared_base, 0xff, shared_bytes);
   barriers.clear();
+  meetings = {};
   under_way.clear();
   for (Region& region : regions) {
     if (region.stale == nullptr) continue;

@@ -22,9 +22,9 @@ struct LaneGates {
   __device__ void spoil() { beta = bits_to_float(0x7fc00000u); }
 
   __device__ LaneGates(const GateWeights& weights, const Chunk& chunk, const RawGates& raw) {
-    const int lane = threadIdx.x % WARP_SIZE, block = lane / 8;
+    const int lane = fresh_lane(), block = lane / 8;
     g = chunk.is_ring ? raw.g : weights.g(RawGates::value(raw.a_bits));
-    beta = GateWeights::beta(RawGates::value(raw.b_bits));
+    beta = ptx::reciprocal(1.0f + ptx::exp2(-LOG2_E * to_float(RawGates::value(raw.b_bits))));
     // Tokens that are not there change nothing, and have no u.
     if (lane >= chunk.count) g = beta = 0.0f;
     if (!(g <= 0.0f)) {
@@ -56,7 +56,7 @@ struct LaneGates {
 
 // All that needs no key: decays within blocks, between them and to their ends. Afterwards __syncwarp().
 __device__ inline void store_decays(const Stage& stage, const LaneGates& gates) {
-  const int lane = threadIdx.x % WARP_SIZE;
+  const int lane = fresh_lane();
   const float block_decay = ptx::exp2(gates.block_to * LOG2_E);
   stage.coefficients(BLOCK_TO)[lane] = block_decay;
   stage.coefficients(BLOCK_FROM)[lane] = ptx::exp2(gates.block_after * LOG2_E);
@@ -65,7 +65,7 @@ __device__ inline void store_decays(const Stage& stage, const LaneGates& gates) 
   float* row = stage.decays_from(lane);
   float sum = 0.0f;
   row[lane % 8] = 1.0f;
-#pragma unroll
+#pragma unroll 1
   for (int i = 1; i < 8; ++i) {
     sum += __shfl_down_sync(FULL_WARP, step, i, 8);
     if (lane % 8 + i < 8) row[lane % 8 + i] = ptx::exp2(sum);
@@ -74,13 +74,13 @@ __device__ inline void store_decays(const Stage& stage, const LaneGates& gates) 
 
 // The coefficients, with the sums of squares of the tokens' k and q. Afterwards __syncwarp().
 __device__ inline void store_coefficients(const Stage& stage, const LaneGates& gates, float k_squares, float q_squares) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  const float key_scale = rsqrtf(k_squares + NORM_EPS), scale = query_scale() * rsqrtf(q_squares + NORM_EPS);
-  const float decay = expf(gates.to);
+  const int lane = fresh_lane();
+  const float key_scale = ptx::rsqrt(k_squares + NORM_EPS), scale = query_scale() * ptx::rsqrt(q_squares + NORM_EPS);
+  const float decay = ptx::exp2(gates.to * LOG2_E);
   stage.coefficients(BETA)[lane] = gates.beta;
   stage.coefficients(READ_WEIGHT)[lane] = gates.beta * (decay * key_scale);
   // NaN where the token is spoilt: a pending row has its u already.
-  stage.coefficients(FOLD_WEIGHT)[lane] = fmaf(gates.beta, 0.0f, expf(gates.after) * key_scale);
+  stage.coefficients(FOLD_WEIGHT)[lane] = fmaf(gates.beta, 0.0f, ptx::exp2(gates.after * LOG2_E) * key_scale);
   stage.coefficients(OUTPUT_WEIGHT)[lane] = decay * scale;
   stage.coefficients(ROW_WEIGHT)[lane] = gates.beta >= 0.0f ? gates.beta * key_scale : 0.0f;
   stage.coefficients(KEY_SCALE)[lane] = key_scale;

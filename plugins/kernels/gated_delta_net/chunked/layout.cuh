@@ -5,9 +5,9 @@
 // chunk: chunk i stands in stage i % NUM_STAGES and is brought there by solver warp i % NUM_SOLVERS. A stage:
 //   k, q    [CHUNK_SIZE, KEY_DIM] bfloat16 as they came, rows in 16-byte pieces, piece i of row r at place i ^ (r % 8)
 //   v       [CHUNK_SIZE, SLICE + padding] bfloat16
-//   inverse of I + A, tiles j <= t of 16 x 16 in STATE_PARTS parts: [tile, part, t / 8, j / 8, j % 8, t % 8] bfloat16;
-//           before that its makings in fp32: A^T of the tiles on the diagonal, rows of A_STRIDE, and the decays between
-//           the tokens of each block of eight, rows of DECAY_STRIDE
+//   inverse of I + A, tiles j <= t of 16 x 16 in STATE_PARTS parts: [t / 8, part, j / 8, j % 8, t % 8] bfloat16, where j
+//           of the first two t / 8 ends with the first tile; before that its makings in fp32: A^T, rows of A_STRIDE, and
+//           the decays between the tokens of each block of eight, rows of DECAY_STRIDE
 //   weights of the outputs, tiles j <= t in two parts: [tile, part, t / 8, j / 8, t % 8, j % 8] bfloat16
 //   coefficients, an fp32 number per token each: Coefficient
 #pragma once
@@ -32,11 +32,10 @@ constexpr int KEY_ROW_BYTES = KEY_DIM * 2;
 constexpr int KEY_TILE_BYTES = MMA_TILE * KEY_ROW_BYTES;
 constexpr int V_ROW_BYTES = SLICE * 2 + 16;
 constexpr int TILE_BYTES = MMA_TILE * MMA_TILE * 2;
-// Strides that put what lanes access together in different shared-memory banks; so does the gap between the two tiles.
-constexpr int A_STRIDE = MMA_TILE + 4;
-constexpr int A_TILE_STRIDE = MMA_TILE * A_STRIDE + 16;
+// Strides that put what lanes access together in different shared-memory banks.
+constexpr int A_STRIDE = CHUNK_SIZE + 4;
 constexpr int DECAY_STRIDE = 12;
-constexpr int A_BYTES = TOKEN_TILES * A_TILE_STRIDE * 4;
+constexpr int A_BYTES = CHUNK_SIZE * A_STRIDE * 4;
 constexpr int SOLVE_BYTES = A_BYTES + CHUNK_SIZE * DECAY_STRIDE * 4;
 constexpr int INVERSE_BYTES = TILE_PAIRS * STATE_PARTS * TILE_BYTES;
 static_assert(CHUNK_SIZE == WARP_SIZE, "a lane of a solver has one token");
@@ -83,21 +82,29 @@ struct Stage {
 
   // Of a piece of a row, from the first row of k or q on.
   __device__ static int piece_offset(int row, int piece) { return row * KEY_ROW_BYTES + ((piece ^ (row % 8)) << 4); }
-  // Column j of A in a tile on the diagonal, and exp(sum of g over (j, t]) for t of j's block.
-  __device__ float* A_column(int tile, int j) const {
-    return reinterpret_cast<float*>(base + StageOffsets::INVERSE) + tile * A_TILE_STRIDE + j * A_STRIDE;
+  // Column j of A, and exp(sum of g over (j, t]) for t of j's block.
+  __device__ float* A_column(int j) const {
+    return reinterpret_cast<float*>(base + StageOffsets::INVERSE) + j * A_STRIDE;
   }
   __device__ float* decays_from(int j) const {
     return reinterpret_cast<float*>(base + StageOffsets::INVERSE + A_BYTES) + j * DECAY_STRIDE;
   }
   // The tiles j <= t of a matrix of tokens in their order: (0, 0), (1, 0), (1, 1).
   __device__ static constexpr int tile_index(int token_tile, int source_tile) {
-    return token_tile * (token_tile + 1) / 2 + source_tile;
+    return token_tile + source_tile;
   }
   __device__ static constexpr int token_tile(int index) { return index > 0; }
   __device__ static constexpr int source_tile(int index) { return index > 1; }
-  __device__ static int inverse_offset(int tile, int part) {
-    return StageOffsets::INVERSE + (tile * STATE_PARTS + part) * TILE_BYTES;
+  // A part of the inverse at rows of one block of eight tokens and columns of another one.
+  __device__ static constexpr int inverse_offset(int token_block, int source_block, int part) {
+    const int before = token_block < 2 ? 2 * token_block : 4 * token_block - 4, sources = token_block < 2 ? 2 : 4;
+    return StageOffsets::INVERSE + (before * STATE_PARTS + part * sources + source_block) * 128;
+  }
+  // The address that a lane gives for a tile of it: blocks t first, j within t, row j % 8.
+  __device__ uint32_t inverse_address(int tile, int part, int lane) const {
+    const int token_block = 2 * token_tile(tile), source_block = 2 * source_tile(tile);
+    const int first = inverse_offset(token_block, source_block, part);
+    return address + first + lane / 16 * (inverse_offset(token_block + 1, source_block, part) - first) + lane % 16 * 16;
   }
   __device__ static int weights_offset(int tile, int part) {
     return StageOffsets::WEIGHTS + (tile * 2 + part) * TILE_BYTES;
@@ -121,7 +128,7 @@ struct ChunkShared {
   static constexpr int GIVEN_BYTES = KEY_SPLITS == 2 ? GIVEN_VECTORS * WARP_SIZE * 16 : 0;
   static constexpr int GIVEN = NUM_STAGES * StageOffsets::BYTES;
   static constexpr int BARRIERS = GIVEN + NUM_STATE_WARPS * GIVEN_BYTES;
-  static constexpr int NUM_BARRIERS = 2 * NUM_STAGES + (KEY_SPLITS == 2 ? 2 * VALUE_TILES : 0);
+  static constexpr int NUM_BARRIERS = 2 * NUM_STAGES;
   static constexpr int BYTES = (BARRIERS + 8 * NUM_BARRIERS + 15) / 16 * 16;
 
   __device__ explicit ChunkShared(void* memory)
@@ -136,18 +143,11 @@ struct ChunkShared {
   __device__ uint32_t barrier(int index) const { return address + BARRIERS + 8 * index; }
   __device__ uint32_t is_solved(int stage) const { return barrier(stage); }
   __device__ uint32_t is_free(int stage) const { return barrier(NUM_STAGES + stage); }
-  // Both splits have written what they give; both have read it.
-  __device__ uint32_t is_given(int value_tile) const { return barrier(2 * NUM_STAGES + value_tile); }
-  __device__ uint32_t is_taken(int value_tile) const { return barrier(2 * NUM_STAGES + VALUE_TILES + value_tile); }
 
   __device__ void init_barriers() const {
     for (int stage = 0; stage < NUM_STAGES; ++stage) {
       ptx::barrier_init(is_solved(stage), 1);
       ptx::barrier_init(is_free(stage), NUM_STATE_WARPS);
-    }
-    for (int tile = 0; KEY_SPLITS == 2 && tile < VALUE_TILES; ++tile) {
-      ptx::barrier_init(is_given(tile), KEY_SPLITS);
-      ptx::barrier_init(is_taken(tile), KEY_SPLITS);
     }
     ptx::fence_barrier_init();
   }
@@ -163,6 +163,14 @@ struct Place {
   __device__ uint32_t parity() const { return place < NUM_STAGES ? 0 : 1; }
   __device__ void advance() { place = place == 2 * NUM_STAGES - 1 ? 0 : place + 1; }
 };
+
+// A lane's number, new to the compiler each time: what is made of it in a loop is made anew, not kept from the start on.
+// Whether a lane is this one or that would be kept in bits of a register, and getting at them costs more than asking.
+__device__ inline int fresh_lane() {
+  uint32_t thread = threadIdx.x;
+  ptx::make_opaque(thread);
+  return thread % WARP_SIZE;
+}
 
 // All of a warp has done its part: its stores and loads before are done before what waits for the barrier.
 __device__ inline void warp_arrive(uint32_t barrier) {

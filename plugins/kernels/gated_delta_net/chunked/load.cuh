@@ -22,30 +22,32 @@ struct LaneRows {
   __device__ static int piece() { return threadIdx.x % PIECES; }
   __device__ static int row() { return threadIdx.x % WARP_SIZE / PIECES; }
 
-  // Start copying the next chunk's `count` rows, and clear those after them. Rows that are not aligned go element by element.
-  __device__ void load(const Stage& stage, int offset, int count) {
-    const ACTIVATION_TYPE* source = first;
-    if (__builtin_expect(is_aligned, true)) {
-      const uint32_t target = stage.address + offset + row() * ROW_BYTES + ((piece() ^ (row() & MASK)) << 4);
-      const int left = count - row();
+  // Start copying eight rows of the next chunk, from row `start` on, a multiple of eight, and clear those that are not
+  // there: `count` is the chunk's.
+  __device__ void copy_eight(const Stage& stage, int offset, int start, int count) const {
+    const uint32_t target = stage.address + offset + row() * ROW_BYTES + ((piece() ^ (row() & MASK)) << 4);
+    const ACTIVATION_TYPE* source = first + start * stride;
 #pragma unroll
-      for (int passed = 0; passed < CHUNK_SIZE; passed += ROWS_PER_PASS) {
-        ptx::copy_async_or_zero((target ^ ((passed & MASK) << 4)) + passed * ROW_BYTES, source, passed < left);
-        source += ROWS_PER_PASS * stride;
-      }
-    } else {
+    for (int passed = 0; passed < 8; passed += ROWS_PER_PASS) {
+      ptx::copy_async_or_zero((target ^ ((passed & MASK) << 4)) + (start + passed) * ROW_BYTES, source,
+                              start + passed + row() < count);
+      source += ROWS_PER_PASS * stride;
+    }
+  }
+
+  // All rows of the next chunk, element by element: for rows that are not aligned.
+  __device__ void copy_elements(const Stage& stage, int offset, int count) const {
 #pragma unroll 1
-      for (int i = row(); i < CHUNK_SIZE; i += ROWS_PER_PASS) {
-        unsigned char* target = stage.base + offset + i * ROW_BYTES + ((piece() ^ (i & MASK)) << 4);
+    for (int i = row(); i < CHUNK_SIZE; i += ROWS_PER_PASS) {
+      unsigned char* target = stage.base + offset + i * ROW_BYTES + ((piece() ^ (i & MASK)) << 4);
 #pragma unroll 1
-        for (int j = 0; j < 8; ++j) {
-          reinterpret_cast<ACTIVATION_TYPE*>(target)[j] = i < count ? source[j] : ACTIVATION_TYPE{};
-        }
-        source += ROWS_PER_PASS * stride;
+      for (int j = 0; j < 8; ++j) {
+        reinterpret_cast<ACTIVATION_TYPE*>(target)[j] = i < count ? first[(i - row()) * stride + j] : ACTIVATION_TYPE{};
       }
     }
-    first += NUM_SOLVERS * CHUNK_SIZE * stride;
   }
+
+  __device__ void advance() { first += NUM_SOLVERS * CHUNK_SIZE * stride; }
 
   // Bring the next chunk's row of the lane's number to the L2 cache; nothing waits for it.
   __device__ void prefetch() const {
@@ -127,9 +129,21 @@ struct ChunkLoader {
   // wait_for_copies() and a barrier of the warp complete it.
   __device__ void load(const Stage& stage, const Chunk& chunk) {
     if (__builtin_expect(chunk.is_ring, false)) return load_ring(stage, chunk);
-    k.load(stage, StageOffsets::K, chunk.count);
-    q.load(stage, StageOffsets::Q, chunk.count);
-    v.load(stage, StageOffsets::V, chunk.count);
+    if (__builtin_expect(k.is_aligned && q.is_aligned && v.is_aligned, true)) {
+#pragma unroll 1
+      for (int start = 0; start < CHUNK_SIZE; start += 8) {
+        k.copy_eight(stage, StageOffsets::K, start, chunk.count);
+        q.copy_eight(stage, StageOffsets::Q, start, chunk.count);
+        v.copy_eight(stage, StageOffsets::V, start, chunk.count);
+      }
+    } else {
+      k.copy_elements(stage, StageOffsets::K, chunk.count);
+      q.copy_elements(stage, StageOffsets::Q, chunk.count);
+      v.copy_elements(stage, StageOffsets::V, chunk.count);
+    }
+    k.advance();
+    q.advance();
+    v.advance();
   }
 
   __device__ void load_ring(const Stage& stage, const Chunk& chunk) const {

@@ -28,11 +28,12 @@ __device__ inline OwnOutputs choose_tiles(const WarpPart& part, const TokenValue
 }
 
 // Add up what the two splits of a value tile read: of the keys for both, of the queries for who finishes them. The same
-// numbers are added on both sides, so both have the same sums. `parity` of the number of exchanges before this one.
-__device__ inline void exchange_reads(const ChunkShared& shared, const WarpPart& part, uint32_t parity,
-                                      TokenValues& keys, const TokenValues& queries, OwnOutputs& outputs) {
+// numbers are added on both sides, so both have the same sums.
+__device__ inline void exchange_reads(const ChunkShared& shared, const WarpPart& part, TokenValues& keys,
+                                      const TokenValues& queries, OwnOutputs& outputs) {
   const OwnOutputs others = choose_tiles(part, queries, false);
-  ptx::barrier_wait(shared.is_taken(part.value_tile), parity ^ 1);
+  const auto meet_partner = [&] { ptx::meet(1 + part.value_tile, KEY_SPLITS * WARP_SIZE); };
+  meet_partner();  // it has taken what was given before
   float4* given = shared.given(part.warp) + part.lane;
   const auto give = [&](int i, const float(&block)[4]) {
     given[i * WARP_SIZE] = make_float4(block[0], block[1], block[2], block[3]);
@@ -41,8 +42,7 @@ __device__ inline void exchange_reads(const ChunkShared& shared, const WarpPart&
   for (int i = 0; i < TOKEN_BLOCKS; ++i) give(i, keys.blocks[i]);
 #pragma unroll
   for (int i = 0; i < 2 * OWN_TILES; ++i) give(TOKEN_BLOCKS + i, others.blocks[i]);
-  warp_arrive(shared.is_given(part.value_tile));
-  ptx::barrier_wait(shared.is_given(part.value_tile), parity);
+  meet_partner();  // both have given
   const float4* taken = shared.given(part.warp ^ 1) + part.lane;
   const auto take = [&](int i, float(&block)[4]) {
     const float4 other = taken[i * WARP_SIZE];
@@ -55,12 +55,19 @@ __device__ inline void exchange_reads(const ChunkShared& shared, const WarpPart&
   for (int i = 0; i < TOKEN_BLOCKS; ++i) take(i, keys.blocks[i]);
 #pragma unroll
   for (int i = 0; i < 2 * OWN_TILES; ++i) take(TOKEN_BLOCKS + i, outputs.blocks[i]);
-  warp_arrive(shared.is_taken(part.value_tile));
 }
 
-// outputs = their weights times what the state says of q, plus u W^T. u and the weights go in as two parts each, 16 bits.
-__device__ inline void multiply_weights(const Stage& stage, const WarpPart& part, const TokenParts<2>& u,
-                                        OwnOutputs& outputs) {
+// The address that a lane gives for a part of the weights of a tile of tokens by one of earlier ones; of a later one they
+// are zero, as a block of the first tile is.
+__device__ inline uint32_t weights_address(const Stage& stage, const WarpPart& part, int tile, int source, int which) {
+  const bool is_seen = source <= tile;
+  const int offset = Stage::weights_offset(is_seen ? Stage::tile_index(tile, source) : 0, which);
+  return stage.address + offset + (is_seen ? part.lane * 16 : 128 + part.lane % 8 * 16);
+}
+
+// Finish the outputs, which come as what the state says of q: that with its weights, plus u W^T. u and the weights go in as
+// two parts each, 16 bits. Without a branch, so that what follows fills the time in which products wait for each other.
+__device__ inline void add_u(const Stage& stage, const WarpPart& part, const TokenParts<2>& u, OwnOutputs& outputs) {
   const int first = first_own_tile(part);
 #pragma unroll
   for (int i = 0; i < 2 * OWN_TILES; ++i) {
@@ -72,11 +79,10 @@ __device__ inline void multiply_weights(const Stage& stage, const WarpPart& part
   for (int i = 0; i < OWN_TILES; ++i) {
 #pragma unroll
     for (int source = 0; source < TOKEN_TILES; ++source) {
-      if (source > first + i) continue;
+      if (KEY_SPLITS == 1 && source > i) continue;
       uint32_t high[4], low[4];
-      const int tile = Stage::tile_index(first + i, source);
-      ptx::load_matrices(high, stage.address + Stage::weights_offset(tile, 0) + part.lane * 16);
-      ptx::load_matrices(low, stage.address + Stage::weights_offset(tile, 1) + part.lane * 16);
+      ptx::load_matrices(high, weights_address(stage, part, first + i, source, 0));
+      ptx::load_matrices(low, weights_address(stage, part, first + i, source, 1));
       const auto multiply = [&](const uint32_t(&left)[4], const uint32_t(&right)[4]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -88,14 +94,6 @@ __device__ inline void multiply_weights(const Stage& stage, const WarpPart& part
       multiply(u.words[0][source], high);
     }
   }
-}
-
-// Finish the outputs, which come as what the state says of q.
-__device__ inline void add_u(const Stage& stage, const WarpPart& part, TokenValues u, OwnOutputs& outputs) {
-  FirstSpoilt first;
-  const bool is_spoilt = first.take_out(part, u);
-  multiply_weights(stage, part, TokenParts<2>(u), outputs);
-  if (__builtin_expect(is_spoilt, false)) first.put_back(part, first_own_tile(part) * MMA_TILE, outputs.blocks);
 }
 
 // Write the outputs, rounded once. `o` is the slice's output of the chunk's first token.

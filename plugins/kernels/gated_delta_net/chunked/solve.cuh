@@ -6,8 +6,11 @@
 // stay as they came: their products are then exact in bfloat16, and A is as good as fp32.
 //
 // T = (I + A)^-1 is tame even where keys are parallel and nothing is forgotten: an entry is what one token's v leaves of
-// itself in a later u, at most 1. Its diagonal tiles come from forward substitution in fp32, a column a lane; the tile
-// below them is -T_11 A_10 T_00 in all parts of the numbers. One product with T then gives u.
+// itself in a later u, at most 1. It comes from forward substitution in fp32, a column a lane. One product with T then
+// gives u.
+//
+// Loops are rolled up: an SM keeps 32 KiB of instructions at hand, and what the state warps execute takes half of that.
+// Where both did not fit, all warps spent more time on fetching instructions than on executing them.
 #pragma once
 #include "gated_delta_net/chunked/gates.cuh"
 
@@ -30,7 +33,7 @@ __device__ inline void compute_scores(const Stage& stage, Scores& scores) {
   const int lane = threadIdx.x % WARP_SIZE;
   const int rows_first = Stage::piece_offset(lane % 16, lane / 16);
   const int pieces_first = Stage::piece_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll
+#pragma unroll 2
   for (int step = 0; step < KEY_DIM / MMA_TILE; ++step) {
     // Operands A and B hold the same numbers, in registers of another order.
     uint32_t k_left[TOKEN_TILES][4], k_right[TOKEN_TILES][4], q_left[TOKEN_TILES][4], q_right[TOKEN_TILES][4];
@@ -57,206 +60,169 @@ __device__ inline void compute_scores(const Stage& stage, Scores& scores) {
 
 // The diagonal of a tile: a lane has rows g and g + 8, and some have the columns of the same number.
 __device__ inline void store_diagonal(const float (&tile)[2][4], float* target) {
-  const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
+  const int lane = fresh_lane(), g = lane / 4;
   if (g / 2 != lane % 4) return;
   target[g] = g % 2 ? tile[0][1] : tile[0][0];
   target[g + 8] = g % 2 ? tile[1][3] : tile[1][2];
 }
 
-// What the scores of a block of eight tokens are scaled with, of a lane's row and of its two columns.
-struct BlockScales {
-  float row_weight, row_scale;        // of the token's row of A, and of its query
-  float to;                           // the decay over the block up to the token
-  float2 key_scale, key_scale_after;  // of the columns; and with the decay over the block after them
-  float within[2];                    // the decay from each column to the row, where both are of this block
+// Where the scores of a block of eight tokens t by one of eight tokens j stand, of a lane's row and two columns.
+struct BlockPlace {
+  int tile, token_block, source_block;
 
-  __device__ BlockScales(const Stage& stage, int block) {
-    const int g = threadIdx.x % WARP_SIZE / 4, token = block * 8 + g, source = block * 8 + 2 * (threadIdx.x % 4);
-    row_weight = stage.coefficients(ROW_WEIGHT)[token];
-    row_scale = stage.coefficients(QUERY_SCALE)[token];
-    to = stage.coefficients(BLOCK_TO)[token];
-    key_scale = stage.coefficient_pair(KEY_SCALE, source);
+  __device__ BlockPlace(int token_block, int source_block)
+      : tile(Stage::tile_index(token_block / 2, source_block / 2)),
+        token_block(token_block),
+        source_block(source_block) {}
+
+  // In A, transposed: the other column is A_STRIDE further on.
+  __device__ float* key(const Stage& stage) const {
+    const int lane = threadIdx.x % WARP_SIZE;
+    return stage.A_column(source_block * 8 + 2 * (lane % 4)) + token_block * 8 + lane / 4;
+  }
+  // Of the first part of the two columns' weights; the second one is TILE_BYTES further on.
+  __device__ uint32_t* weights(const Stage& stage) const {
+    const int offset = Stage::weights_offset(tile, 0) + token_block % 2 * 256 + source_block % 2 * 128;
+    return reinterpret_cast<uint32_t*>(stage.base + offset) + threadIdx.x % WARP_SIZE;
+  }
+};
+
+// The raw scores, to where they are scaled: those of keys to A, those of queries to the place of their weights.
+__device__ inline void store_scores(const Stage& stage, const Scores& scores) {
+#pragma unroll
+  for (int token_block = 0; token_block < TOKEN_BLOCKS; ++token_block) {
+#pragma unroll
+    for (int source_block = 0; source_block < TOKEN_BLOCKS; ++source_block) {
+      if (source_block / 2 > token_block / 2) continue;
+      const BlockPlace place(token_block, source_block);
+      // No token sees a later block.
+      const bool is_seen = source_block <= token_block;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float query = scores.queries[place.tile][source_block % 2][token_block % 2 * 2 + i];
+        const float key = scores.keys[place.tile][source_block % 2][token_block % 2 * 2 + i];
+        place.weights(stage)[i * (TILE_BYTES / 4)] = is_seen ? float_to_bits(query) : 0;
+        if (is_seen) place.key(stage)[i * A_STRIDE] = key;
+      }
+    }
+  }
+}
+
+// A block's scores on their way from raw to scaled, two numbers of a lane.
+struct BlockScores {
+  float* key;
+  uint32_t* words;
+  float keys[2], weights[2];
+
+  // Of eight tokens t by eight tokens j. Within a block later tokens are chosen away, for they may not be finite.
+  __device__ BlockScores(const Stage& stage, int token_block, int source_block) {
+    const BlockPlace place(token_block, source_block);
+    key = place.key(stage);
+    words = place.weights(stage);
+    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, q = lane % 4;
+    const int token = token_block * 8 + g, source = source_block * 8 + 2 * q;
+    const bool is_diagonal = token_block == source_block;
+    // Between blocks: over j's block after j, over the whole ones between them, over t's block up to t.
+    float decay = stage.coefficients(BLOCK_TO)[token];
+#pragma unroll
+    for (int i = 1; i < TOKEN_BLOCKS - 1; ++i) {
+      const float whole = stage.coefficients(DECAYS)[i];
+      decay *= source_block < i && i < token_block ? whole : 1.0f;
+    }
+    const float row_weight = stage.coefficients(ROW_WEIGHT)[token], row_scale = stage.coefficients(QUERY_SCALE)[token];
+    const float2 key_scale = stage.coefficient_pair(KEY_SCALE, source);
     const float2 from = stage.coefficient_pair(BLOCK_FROM, source);
-    key_scale_after = {key_scale.x * from.x, key_scale.y * from.y};
-    for (int i = 0; i < 2; ++i) within[i] = stage.decays_from(source + i)[g];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float within = stage.decays_from(source + i)[g];
+      const float scale = (i ? key_scale.y : key_scale.x) * (is_diagonal ? within : decay * (i ? from.y : from.x));
+      keys[i] = key[i * A_STRIDE] * row_weight * scale;
+      weights[i] = bits_to_float(words[i * (TILE_BYTES / 4)]) * row_scale * scale;
+      if (is_diagonal && 2 * q + i >= g) keys[i] = 0.0f;
+      if (is_diagonal && 2 * q + i > g) weights[i] = 0.0f;
+    }
+  }
+
+  // To where the raw ones stood: of keys A; of queries the weights of outputs, in two parts, so that they err less than
+  // the outputs' own rounding.
+  __device__ void store() const {
+    uint32_t parts[2];
+    split_pair(weights[0], weights[1], parts);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      key[i * A_STRIDE] = keys[i];
+      words[i * (TILE_BYTES / 4)] = parts[i];
+    }
   }
 };
 
-// Scale the scores of a block of eight tokens t by one of eight tokens j: the weights of the outputs to their place, in two
-// parts, so that they err less than the outputs' own rounding; those of the keys become A. Within a block later tokens
-// are chosen away, for they may not be finite. `between` is the decay over the blocks between the two.
-template <int TOKEN_BLOCK, int SOURCE_BLOCK>
-__device__ inline void scale_block(const Stage& stage, const BlockScales& row, const BlockScales& column, float between,
-                                   Scores& scores) {
-  constexpr int TILE = Stage::tile_index(TOKEN_BLOCK / 2, SOURCE_BLOCK / 2);
-  constexpr int ROW_HALF = TOKEN_BLOCK % 2, HALF = SOURCE_BLOCK % 2;
-  constexpr bool IS_DIAGONAL = TOKEN_BLOCK == SOURCE_BLOCK;
-  const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, q = lane % 4;
-  const float decay = IS_DIAGONAL ? 1.0f : row.to * between;
-  float weights[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float2 by_column = IS_DIAGONAL ? column.key_scale : column.key_scale_after;
-    const float scale = (i ? by_column.y : by_column.x) * (IS_DIAGONAL ? row.within[i] : 1.0f);
-    float& key = scores.keys[TILE][HALF][2 * ROW_HALF + i];
-    key = key * (row.row_weight * decay) * scale;
-    weights[i] = scores.queries[TILE][HALF][2 * ROW_HALF + i] * (row.row_scale * decay) * scale;
-    if (IS_DIAGONAL && 2 * q + i >= g) key = 0.0f;
-    if (IS_DIAGONAL && 2 * q + i > g) weights[i] = 0.0f;
-  }
-  uint32_t parts[2];
-  split_pair(weights[0], weights[1], parts);
-#pragma unroll
-  for (int part = 0; part < 2; ++part) {
-    unsigned char* tile = stage.base + Stage::weights_offset(TILE, part);
-    reinterpret_cast<uint32_t*>(tile + ROW_HALF * 256 + HALF * 128)[lane] = parts[part];
+// Two blocks at a time, so that one fills the time in which the other waits.
+__device__ inline void scale_scores(const Stage& stage) {
+  // The numbers of the blocks j <= t, two bits each.
+  constexpr uint32_t TOKEN_BLOCK = 0b11'11'11'11'10'10'10'01'01'00u, SOURCE_BLOCK = 0b11'10'01'00'10'01'00'01'00'00u;
+#pragma unroll 1
+  for (int i = 0; i < TOKEN_BLOCKS * (TOKEN_BLOCKS + 1); i += 4) {
+    const uint32_t token_blocks = TOKEN_BLOCK >> i, source_blocks = SOURCE_BLOCK >> i;
+    const BlockScores first(stage, token_blocks & 3, source_blocks & 3);
+    const BlockScores second(stage, token_blocks >> 2 & 3, source_blocks >> 2 & 3);
+    first.store();
+    second.store();
   }
 }
 
-__device__ inline void scale_scores(const Stage& stage, Scores& scores) {
-  const float over_1 = stage.coefficients(DECAYS)[1], over_2 = stage.coefficients(DECAYS)[2];
-  const BlockScales blocks[TOKEN_BLOCKS] = {{stage, 0}, {stage, 1}, {stage, 2}, {stage, 3}};
-  scale_block<0, 0>(stage, blocks[0], blocks[0], 1.0f, scores);
-  scale_block<1, 0>(stage, blocks[1], blocks[0], 1.0f, scores);
-  scale_block<1, 1>(stage, blocks[1], blocks[1], 1.0f, scores);
-  scale_block<2, 0>(stage, blocks[2], blocks[0], over_1, scores);
-  scale_block<2, 1>(stage, blocks[2], blocks[1], 1.0f, scores);
-  scale_block<2, 2>(stage, blocks[2], blocks[2], 1.0f, scores);
-  scale_block<3, 0>(stage, blocks[3], blocks[0], over_1 * over_2, scores);
-  scale_block<3, 1>(stage, blocks[3], blocks[1], over_2, scores);
-  scale_block<3, 2>(stage, blocks[3], blocks[2], 1.0f, scores);
-  scale_block<3, 3>(stage, blocks[3], blocks[3], 1.0f, scores);
-  // No token sees a later block.
+// T by forward substitution in fp32: a lane's column is x = e - A x, from the first row on, ROWS at a time. Lanes read the
+// same columns of A; when all have read those of eight rows, the parts of T take the place of columns before.
+__device__ inline void invert(const Stage& stage) {
+  constexpr int ROWS = 4, HALF = CHUNK_SIZE / 2;
+  const int column = fresh_lane();
+  float x[CHUNK_SIZE] = {};  // from the first of these rows on; those behind the chunk's last row come to nothing
+  uint32_t parts[STATE_PARTS][4];
+#pragma unroll 1
+  for (int first = 0; first < CHUNK_SIZE; first += ROWS) {
 #pragma unroll
-  for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+    for (int i = 0; i < ROWS; ++i) x[i] += first + i == column ? 1.0f : 0.0f;
+    const float* columns = stage.A_column(first) + first;
+    const auto subtract = [&](int k, int i) {
+      const float4 a = *reinterpret_cast<const float4*>(columns + k * A_STRIDE + i);
+      if (i > k) x[i] = fmaf(-a.x, x[k], x[i]);
+      if (i + 1 > k) x[i + 1] = fmaf(-a.y, x[k], x[i + 1]);
+      if (i + 2 > k) x[i + 2] = fmaf(-a.z, x[k], x[i + 2]);
+      x[i + 3] = fmaf(-a.w, x[k], x[i + 3]);
+    };
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      unsigned char* weights = stage.base + Stage::weights_offset(Stage::tile_index(tile, tile), part);
-      reinterpret_cast<uint32_t*>(weights + 128)[threadIdx.x % WARP_SIZE] = 0;
+    for (int k = 0; k < ROWS; ++k) {
+#pragma unroll
+      for (int i = k + 1 < ROWS ? 0 : ROWS; i < HALF; i += 4) subtract(k, i);
     }
-  }
-}
-
-// A of a tile on the diagonal, transposed; of its three blocks that have anything.
-__device__ inline void store_diagonal_tile(const Stage& stage, int tile, const float (&A)[2][4]) {
-  const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
+    if (first < HALF) {
 #pragma unroll
-  for (int block = 0; block < 3; ++block) {
-    const int half = block / 2, row_half = (block + 1) / 2;
+      for (int k = 0; k < ROWS; ++k) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) stage.A_column(tile, half * 8 + 2 * q + i)[row_half * 8 + g] = A[half][row_half * 2 + i];
-  }
-}
-
-// The diagonal tiles of T, half a warp each: a lane's column is x = e - A x, from the first row on. Lanes of a half read
-// the same column of A.
-__device__ inline void invert_diagonal(const Stage& stage) {
-  const int lane = threadIdx.x % WARP_SIZE, column = lane % MMA_TILE, tile = lane / MMA_TILE;
-  const float* columns = stage.A_column(tile, 0);
-  float x[MMA_TILE];
-#pragma unroll
-  for (int i = 0; i < MMA_TILE; ++i) x[i] = i == column ? 1.0f : 0.0f;
-#pragma unroll
-  for (int k = 0; k < MMA_TILE - 1; ++k) {
-#pragma unroll
-    for (int first = (k + 1) / 4 * 4; first < MMA_TILE; first += 4) {
-      const float4 a = *reinterpret_cast<const float4*>(columns + k * A_STRIDE + first);
-      if (first > k) x[first] = fmaf(-a.x, x[k], x[first]);
-      if (first + 1 > k) x[first + 1] = fmaf(-a.y, x[k], x[first + 1]);
-      if (first + 2 > k) x[first + 2] = fmaf(-a.z, x[k], x[first + 2]);
-      x[first + 3] = fmaf(-a.w, x[k], x[first + 3]);
+        for (int i = HALF; i < CHUNK_SIZE; i += 4) subtract(k, i);
+      }
     }
-  }
-  __syncwarp();  // everybody has read A where T goes now
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t parts[STATE_PARTS][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t pair[STATE_PARTS];
-      split_pair(x[half * 8 + 2 * i], x[half * 8 + 2 * i + 1], pair);
-#pragma unroll
-      for (int part = 0; part < STATE_PARTS; ++part) parts[part][i] = pair[part];
-    }
+    uint32_t low[STATE_PARTS], high[STATE_PARTS];
+    split_pair(x[0], x[1], low);
+    split_pair(x[2], x[3], high);
 #pragma unroll
     for (int part = 0; part < STATE_PARTS; ++part) {
-      unsigned char* target = stage.base + Stage::inverse_offset(Stage::tile_index(tile, tile), part);
-      Vector16* row = reinterpret_cast<Vector16*>(target + half * 256 + column / 8 * 128 + column % 8 * 16);
-      *row = {parts[part][0], parts[part][1], parts[part][2], parts[part][3]};
+      // Four rows before and these.
+      parts[part][0] = parts[part][2];
+      parts[part][1] = parts[part][3];
+      parts[part][2] = low[part];
+      parts[part][3] = high[part];
     }
-  }
-}
-
-// A tile as it leaves a product, in parts: operand A of another one. Transposed it is operand B, in another order.
-struct TileParts {
-  uint32_t words[STATE_PARTS][4];
-
-  __device__ explicit TileParts(const float (&tile)[2][4]) {
+    __syncwarp();  // everybody has read A where T goes now
+    const int block = first / 8;
+    if (first % 8 != 0 && column / MMA_TILE <= block / 2) {  // no u rests on later tiles
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t pair[STATE_PARTS];
-      split_pair(tile[i / 2][i % 2 * 2], tile[i / 2][i % 2 * 2 + 1], pair);
-#pragma unroll
-      for (int part = 0; part < STATE_PARTS; ++part) words[part][i] = pair[part];
+      for (int part = 0; part < STATE_PARTS; ++part) {
+        unsigned char* row = stage.base + Stage::inverse_offset(block, column / 8, part) + column % 8 * 16;
+        *reinterpret_cast<Vector16*>(row) = {parts[part][0], parts[part][1], parts[part][2], parts[part][3]};
+      }
     }
-  }
-};
-
-// A tile's sums by parts of one factor, so that products of one sum are apart and overlap.
-struct PartSums {
-  float tiles[STATE_PARTS][2][4];
-
-  // To the sums of the greatest part.
-  __device__ void add_up() {
 #pragma unroll
-    for (int part = STATE_PARTS - 1; part > 0; --part) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) tiles[part - 1][i / 4][i % 4] += tiles[part][i / 4][i % 4];
-    }
-  }
-};
-
-// The tile of T below the diagonal, by its transpose -(T_00^T A_10^T) T_11^T: so each product is an operand of the next.
-// Products of two small parts are left out, small ones come first.
-__device__ inline void invert_below_diagonal(const Stage& stage, const float (&A)[2][4]) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  const uint32_t first = stage.address + lane * 16;
-  const TileParts A_parts(A);
-  PartSums sums = {};
-#pragma unroll
-  for (int which = STATE_PARTS - 1; which >= 0; --which) {
-    uint32_t T[4];
-    ptx::load_matrices(T, first + Stage::inverse_offset(Stage::tile_index(0, 0), which));
-#pragma unroll
-    for (int other = STATE_PARTS - 1 - which; other >= 0; --other) {
-      const uint32_t(&right)[4] = A_parts.words[other];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) ptx::mma_bf16(sums.tiles[which][half], T, right[half], right[2 + half]);
-    }
-  }
-  sums.add_up();
-  const TileParts X(sums.tiles[0]);
-  sums = {};
-#pragma unroll
-  for (int which = STATE_PARTS - 1; which >= 0; --which) {
-    uint32_t T[4];
-    ptx::load_transposed(T, first + Stage::inverse_offset(Stage::tile_index(1, 1), which));
-#pragma unroll
-    for (int other = STATE_PARTS - 1 - which; other >= 0; --other) {
-      multiply_tile(sums.tiles[which], X.words[other], T);
-    }
-  }
-  sums.add_up();
-  const float(&negative)[2][4] = sums.tiles[0];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t parts[STATE_PARTS];
-    split_pair(-negative[i / 2][i % 2 * 2], -negative[i / 2][i % 2 * 2 + 1], parts);
-#pragma unroll
-    for (int part = 0; part < STATE_PARTS; ++part) {
-      unsigned char* tile = stage.base + Stage::inverse_offset(Stage::tile_index(1, 0), part);
-      reinterpret_cast<uint32_t*>(tile + i / 2 * 256 + i % 2 * 128)[lane] = parts[part];
-    }
+    for (int i = 0; i < CHUNK_SIZE; ++i) x[i] = i + ROWS < CHUNK_SIZE ? x[i + ROWS] : 0.0f;
   }
 }
 
@@ -297,13 +263,10 @@ __device__ inline void weigh_chunk(const Stage& stage, LaneGates& gates, Scores&
 __device__ inline void solve_chunk(const Stage& stage, LaneGates& gates) {
   Scores scores;
   weigh_chunk(stage, gates, scores);
-  scale_scores(stage, scores);
-  store_diagonal_tile(stage, 0, scores.keys[0]);
-  store_diagonal_tile(stage, 1, scores.keys[2]);
+  store_scores(stage, scores);
+  scale_scores(stage);  // by each lane those that it has stored
   __syncwarp();  // A is there
-  invert_diagonal(stage);
-  __syncwarp();  // T is there, on the diagonal
-  invert_below_diagonal(stage, scores.keys[1]);
+  invert(stage);
 }
 
 // Every NUM_SOLVERS-th chunk, each as soon as its stage is free.

@@ -36,7 +36,7 @@ __device__ inline void multiply_inverse(const Stage& stage, const WarpPart& part
     uint32_t T[TILE_PAIRS][4];
 #pragma unroll
     for (int i = 0; i < TILE_PAIRS; ++i) {
-      ptx::load_transposed(T[i], stage.address + Stage::inverse_offset(i, which) + part.lane * 16);
+      ptx::load_transposed(T[i], stage.inverse_address(i, which, part.lane));
     }
 #pragma unroll
     for (int other = STATE_PARTS - 1 - which; other >= 0; --other) {
@@ -57,21 +57,26 @@ __device__ inline void multiply_inverse(const Stage& stage, const WarpPart& part
   }
 }
 
+// Is any number of the warp's not finite? Zero times a finite number is zero; else it is NaN, which stays.
+__device__ inline bool is_any_spoilt(const TokenValues& values) {
+  float sums[2] = {};
+#pragma unroll
+  for (int i = 0; i < TOKEN_BLOCKS; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[j % 2] = fmaf(values.blocks[i][j], 0.0f, sums[j % 2]);
+  }
+  return __any_sync(FULL_WARP, sums[0] + sums[1] != 0.0f);
+}
+
 // Of columns g and g + 8: the first token whose value is not finite, CHUNK_SIZE if all are. It must not reach those before
 // it, as it would where products take it times zero: it goes by another way.
 struct FirstSpoilt {
+  bool is_any = false;
   int tokens[2] = {CHUNK_SIZE, CHUNK_SIZE};
 
-  // Find it, and replace what is not finite by zero. Says whether there is any; mostly there is none.
-  __device__ bool take_out(const WarpPart& part, TokenValues& values) {
-    // Zero times a finite number is zero; else it is NaN, which stays.
-    float sums[2] = {};
-#pragma unroll
-    for (int i = 0; i < TOKEN_BLOCKS; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[j % 2] = fmaf(values.blocks[i][j], 0.0f, sums[j % 2]);
-    }
-    if (__builtin_expect(!__any_sync(FULL_WARP, sums[0] + sums[1] != 0.0f), true)) return false;
+  // Find it, and replace what is not finite by zero.
+  __device__ void take_out(const WarpPart& part, TokenValues& values) {
+    is_any = true;
 #pragma unroll
     for (int i = 0; i < TOKEN_BLOCKS; ++i) {
 #pragma unroll
@@ -88,7 +93,6 @@ struct FirstSpoilt {
         tokens[half] = min(tokens[half], __shfl_xor_sync(FULL_WARP, tokens[half], offset));
       }
     }
-    return true;
   }
 
   // Make what stands at its token and after it NaN; the blocks' first token is `first_token`.
@@ -104,13 +108,18 @@ struct FirstSpoilt {
   }
 };
 
-// From what the state says of the chunk's keys to u.
-__device__ inline void solve_for_u(const Stage& stage, const WarpPart& part, TokenValues& reads, TokenValues& u) {
+// From what the state says of the chunk's keys to u, but for what is not finite. Mostly all is; then there is one round.
+__device__ inline void solve_for_u(const Stage& stage, const WarpPart& part, TokenValues& reads, FirstSpoilt& first,
+                                   TokenValues& u) {
   subtract_reads(stage, part, reads);
-  FirstSpoilt first;
-  const bool is_spoilt = first.take_out(part, reads);
-  multiply_inverse(stage, part, TokenParts<STATE_PARTS>(reads), u);
-  if (__builtin_expect(is_spoilt, false)) first.put_back(part, 0, u.blocks);
+#pragma unroll 1
+  while (true) {
+    multiply_inverse(stage, part, TokenParts<STATE_PARTS>(reads), u);
+    if (__builtin_expect(!is_any_spoilt(u), true)) return;
+    if (first.is_any) break;
+    first.take_out(part, reads);
+  }
+  first.take_out(part, u);  // a sum of finite products that is none
 }
 
 // Of a chunk of pending rows: as it stands in the ring.

@@ -21,6 +21,14 @@ inline void barrier_arrive_after_copies(uint32_t barrier) {
 
 inline void barrier_wait(uint32_t barrier, uint32_t parity) { emulator::wait_for_phase(barrier, parity); }
 
+inline void meet(int number, int num_threads) { emulator::meet(number, num_threads); }
+
+inline bool barrier_has_ended(uint32_t barrier, uint32_t parity) {
+  const bool has_ended = emulator::has_ended(barrier, parity);
+  if (has_ended) emulator::wait_for_phase(barrier, parity);
+  return has_ended;
+}
+
 inline uint64_t reading_policy() { return 0; }
 
 inline void copy_bulk(uint32_t shared_target, const void* source, uint32_t bytes, uint32_t barrier, uint64_t) {
