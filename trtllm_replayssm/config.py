@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.errors import PydanticUserError
 
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import AUTO, Frozen, History, StateDtype
@@ -250,14 +251,20 @@ with warnings.catch_warnings():
         @classmethod
         def _schema_text(cls, value: object) -> object:
             if isinstance(value, type) and issubclass(value, BaseModel):
-                value = value.model_json_schema()
+                try:
+                    value = value.model_json_schema()
+                except PydanticUserError as error:
+                    raise ValueError(f"found a model that has no JSON schema: {error}") from error
             if value is None or isinstance(value, str):
                 return value
             if not isinstance(value, dict):
                 raise ValueError(
                     f"found {type(value).__name__}; needed a JSON schema: text, a dict or a pydantic model"
                 )
-            return dumps(value)
+            try:
+                return dumps(value, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"found a dict that is no JSON: {error}; needed a JSON schema") from error
 
         @model_validator(mode="after")
         def _exactly_one(self) -> Self:

@@ -3,7 +3,9 @@
 import json
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from tests.tiny_models import FIRST_BYTE_TOKEN, make_nemotron_h, make_qwen
 from trtllm_replayssm import LLM, GuidedDecodingParams, NGramDecodingConfig, SamplingParams
 from trtllm_replayssm.errors import ConfigError, RequestError
+from trtllm_replayssm.runtime import guided
 from trtllm_replayssm.runtime.guided import Grammars
 from trtllm_replayssm.runtime.logit_rules import allows
 
@@ -37,6 +40,14 @@ class Answer(BaseModel):
 
     is_right: bool
     number: Literal[1, 22]
+
+
+class Unwritable(BaseModel):
+    of_code: Callable[[], int]
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 
 @pytest.fixture(scope="module", params=["nemotron_h", "qwen3_5"])
@@ -121,6 +132,28 @@ def test_other_end_tokens_stand_in_for_the_models(llm: LLM) -> None:
     assert {a, 300} <= found and END not in found
     none = grammars_of(llm).start(GuidedDecodingParams(regex="(?s:.*)"), frozenset())
     assert END not in allowed(none.masks([])[0], vocab_size)
+
+
+def test_threads_that_bring_more_grammars_than_are_kept_do_not_take_one_anothers(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread finds its grammar kept; before it notes the use, another's has pushed it out."""
+    monkeypatch.setattr(guided, "_MAX_COMPILED", 1)
+    grammars = grammars_of(llm)
+    ours, theirs = GuidedDecodingParams(regex="a"), GuidedDecodingParams(regex="b")
+    grammars.start(ours, frozenset())
+
+    class Interrupted(OrderedDict[Any, Any]):
+        def get(self, *key: Any) -> Any:
+            found = super().get(*key)
+            if key == (ours.source(),):
+                thread = threading.Thread(target=grammars.start, args=(theirs, frozenset()))
+                thread.start()
+                thread.join()
+            return found
+
+    grammars._compiled = Interrupted(grammars._compiled)
+    assert not grammars.start(ours, frozenset()).is_complete
 
 
 def check(guide: GuidedDecodingParams, text: str) -> None:
@@ -227,6 +260,10 @@ def test_a_text_that_nothing_can_follow_ends_the_request_whatever_its_end_tokens
         ({}, "found nothing; needed one of"),
         ({"regex": "a", "json_object": True}, "found regex and json_object; needed one of"),
         ({"json": 3}, "found int; needed a JSON schema"),
+        ({"json": {"enum": {1, 2}}}, "found a dict that is no JSON: .*set"),
+        ({"json": {"const": float("nan")}}, "found a dict that is no JSON: .*range float"),
+        ({"json": {"enum": ENDLESS}}, "found a dict that is no JSON: .*ircular"),
+        ({"json": Unwritable}, "found a model that has no JSON schema: "),
         ({"jsn": "{}"}, "Known are json, regex, grammar, json_object"),
     ],
 )
@@ -242,6 +279,8 @@ def test_what_is_no_grammar_is_refused_when_it_is_written(options: dict[str, Any
         ({"json": "{"}, r"prompt 1: guided_decoding.json: "),
         ({"json": {"type": "strange"}}, r"prompt 1: guided_decoding.json: "),
         ({"grammar": "root ::= other"}, r"prompt 1: guided_decoding.grammar: "),
+        ({"regex": r"[^\s\S]"}, r"guided_decoding.regex: found \w+; needed what some text can match. \[R001\]$"),
+        ({"json": {"$ref": "#"}}, r"guided_decoding.json: found \w+; needed what some text can match. \[R001\]$"),
     ],
 )
 def test_a_grammar_with_an_error_is_refused_before_anything_runs(

@@ -365,7 +365,8 @@ def test_a_pattern_that_repeats_is_drafted_and_saves_steps(folder: Path) -> None
     assert counted["num_decode_rows"] + counted["num_accepted_drafts"] + 1 == counted["num_generated_tokens"]
 
 
-def test_a_drafter_that_proposes_nonsense_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("drafts", [[99999], [-1], ["a"], [None], [2.5], [7, "a"], 3], ids=repr)
+def test_a_drafter_that_proposes_nonsense_is_refused(folder: Path, drafts: Any) -> None:
     class Nonsense:
         max_draft_len = 2
 
@@ -373,9 +374,12 @@ def test_a_drafter_that_proposes_nonsense_is_refused(folder: Path) -> None:
         def observe(self, request_id: int, token_ids: Any) -> None: ...
         def end(self, request_id: int) -> None: ...
         def propose(self, limits: Any) -> Any:
-            return {request_id: [99999] for request_id in limits}
+            return {request_id: drafts for request_id in limits if request_id % 2 == 0}
 
-    with pytest.raises(RequestError, match=r"drafts: found token ids \(99999,\)"):
-        LLM(folder, device="cpu", drafter=Nonsense()).generate([5], RULES)
+    with LLM(folder, device="cpu", drafter=Nonsense()) as llm:
+        spoilt, other = [llm.generate_async([5], RULES) for _ in range(2)]
+        with pytest.raises(RequestError, match=re.escape(f"drafts: found {drafts}; needed token ids")):
+            spoilt.result()
+        assert other.result().outputs[0].finish_reason == "length"
     with pytest.raises(ConfigError, match="one of the two"):
         LLM(folder, device="cpu", drafter=Nonsense(), speculative_config=NGramDecodingConfig())

@@ -9,7 +9,7 @@ import torch
 
 from trtllm_replayssm import SamplingParams
 from trtllm_replayssm.errors import RequestError
-from trtllm_replayssm.runtime.prompts import as_list, params_for
+from trtllm_replayssm.runtime.prompts import as_list, params_for, schedule
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,38 @@ def test_rules_are_one_for_all_or_one_per_prompt() -> None:
     assert list(params_for(2, None)) == [SamplingParams()] * 2
     with pytest.raises(RequestError, match="sampling_params: found 2 for 3 prompts"):
         params_for(3, rules)
+
+
+class OnlyAnIndex:
+    """A whole number without an order, as far as Python knows."""
+
+    def __index__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("priority", "found"),
+    [
+        (np.uint8(1), 1),
+        (np.int8(-128), -128),
+        (np.array(3), 3),
+        (torch.tensor(-2), -2),
+        (OnlyAnIndex(), 3),
+        (9**99, 9**99),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_priority_becomes_a_number_that_keeps_its_order_when_negated(priority: Any, found: int) -> None:
+    whole, _ = schedule(priority, None)
+    assert (type(whole), whole) == (int, found)
+
+
+@pytest.mark.parametrize("seconds", [2, 2.0, np.float32(2), np.float64(2), np.int64(2)], ids=repr)
+def test_a_time_becomes_seconds_whatever_number_it_is(seconds: Any) -> None:
+    _, found = schedule(0, seconds)
+    assert (type(found), found) == (float, 2.0)
+    assert schedule(0, 9**999) == (0, None)  # more than a float holds
+    wrongs: tuple[Any, ...] = (0, -seconds, float("nan"), True, "2", [2], 2j)
+    for wrong in wrongs:
+        with pytest.raises(RequestError, match="timeout_s: found .*; needed seconds, more than 0"):
+            schedule(0, wrong)

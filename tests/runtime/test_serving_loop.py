@@ -209,6 +209,23 @@ def test_a_drafter_that_fails_ends_all_requests(open_llm: Callable[..., LLM], mo
     assert llm._executor.is_closed  # type: ignore[attr-defined]
 
 
+def test_requests_that_the_loop_did_not_take_in_end_with_the_error(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the worker fails at, nobody waits for ever: neither for the request at hand nor for those behind it."""
+    with open_llm() as llm:
+        gate = Gate(llm, monkeypatch)
+        handles = [llm.generate_async([5], RULES)]
+        assert gate.has_met.wait(120)
+        monkeypatch.setattr(llm._serving._loop, "add", lambda request: 1 // 0)
+        handles += [llm.generate_async([prompt], RULES.model_copy(update={"n": 2})) for prompt in (6, 7)]
+        gate.is_open.set()
+        for handle in handles:
+            with pytest.raises(ExecutorError, match="ZeroDivisionError"):
+                handle.result(timeout=60)
+        assert llm.metrics()["num_failed"] == 5
+
+
 def test_who_stops_waiting_aborts_nothing_and_leaves_nothing(
     open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,13 +7,14 @@ import torch
 
 from tests.builders.tiny_geometry import tiny_geometry
 from tests.runtime.manifests import tiny_manifest
-from trtllm_replayssm import ReplayConfig
+from trtllm_replayssm import LLM, ReplayConfig, SchedulerConfig
 from trtllm_replayssm.bench.shapes import MAMBA2
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.tensors import state_specs
 from trtllm_replayssm.errors import ConfigError
 from trtllm_replayssm.plugins.history_choice import TIME_OVER_LIMIT
 from trtllm_replayssm.runtime import opening, pools, settings
+from trtllm_replayssm.runtime.speculative.base import NoDrafter
 
 
 def options(**chosen: Any) -> settings.Options:
@@ -125,3 +126,23 @@ def test_pools_are_allocated_as_the_contract_lists_them() -> None:
         for spec, state in zip(specs, states, strict=True):
             assert tuple(state.shape) == tuple(3 if dim == "B" else dim for dim in spec.shape)
             assert str(state.dtype) == f"torch.{spec.dtype}" and state.is_contiguous()
+
+
+@pytest.mark.parametrize("wrong", [{}, {"max_queue_size": 1}, 0, 3, "x", SchedulerConfig], ids=repr)
+def test_what_is_no_scheduler_config_is_refused_before_a_model_is_opened(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="scheduler_config: found .*; needed an instance of SchedulerConfig"):
+        LLM("no/such/folder", scheduler_config=wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "folder", NoDrafter()], ids=lambda value: type(value).__name__)
+def test_what_is_no_executor_is_not_served(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="executor: found .*; needed an object that runs"):
+        LLM.from_executor(wrong)
+
+
+@pytest.mark.parametrize("length", [-1, "3", 2.0, True, None], ids=repr)
+def test_a_drafter_says_how_many_drafts_it_makes_at_most(length: Any) -> None:
+    drafter = NoDrafter()
+    drafter.max_draft_len = length
+    with pytest.raises(ConfigError, match="drafter: found max_draft_len .*; needed a whole number"):
+        LLM("no/such/folder", drafter=drafter)

@@ -59,8 +59,8 @@ def _judge_alone(row: RowPlan, first_slot: int, logits: torch.Tensor) -> Verdict
     try:
         return _judge_rows((row,), first_slot, logits)[0]
     except Exception as error:  # noqa: BLE001 - as above: the error is the request's
-        name = f"request {row.request.request_id}"
-        return _refusal(RequestError(f"{name}: its sampling rules failed: {type(error).__name__}: {error}."))
+        what = error.message if isinstance(error, RequestError) else f"{type(error).__name__}: {error}."
+        return _refusal(RequestError(f"request {row.request.request_id}: its sampling rules failed: {what}"))
 
 
 def _judge_rows(plan_rows: Sequence[RowPlan], first_slot: int, logits: torch.Tensor) -> tuple[Verdict, ...]:

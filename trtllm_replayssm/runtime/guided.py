@@ -3,6 +3,7 @@
 The grammars are llguidance's. It is asked for masks on the host while the device runs the step.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -79,7 +80,7 @@ class GrammarState:
         return masks + [None] * (1 + len(drafts) - len(masks))
 
     def _error(self) -> RequestError:
-        return RequestError(f"guided_decoding: found {self._matcher.get_error()!r}; needed a grammar that goes on.")
+        return RequestError(f"guided_decoding: found {_reason(self._matcher)}; needed a grammar that goes on.")
 
     def _mask(self) -> TokenMask:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
@@ -117,6 +118,7 @@ class Grammars:
         self._vocab_size = geometry.vocab_size
         self._end_ids = sorted(geometry.eos_token_ids)
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._lock = threading.Lock()  # of them: any thread may bring a request
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 tokenizer.to_json(), n_vocab=geometry.vocab_size, eos_token=self._end_ids or None
@@ -154,11 +156,21 @@ class Grammars:
             matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
             if matcher.is_error():
                 raise RequestError(f"guided_decoding.{kind}: {matcher.get_error()}.")
+            start = matcher.deep_copy()
+            start.compute_bitmask()  # where no text can begin, this is where it shows
+            if start.is_error():
+                raise RequestError(f"guided_decoding.{kind}: found {_reason(start)}; needed what some text can match.")
+        with self._lock:
             self._compiled[kind, source] = matcher
+            self._compiled.move_to_end((kind, source))
             while len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end((kind, source))
         return matcher
+
+
+def _reason(matcher: Any) -> str:
+    """Return the first line of llguidance's error; the others are its parser's state."""
+    return str(matcher.get_error()).partition("\n")[0]
 
 
 def _set_bits(mask: TokenMask, token_ids: Sequence[int], *, is_allowed: bool) -> None:

@@ -93,7 +93,7 @@ class LLM:
         checkpoint_dir: str | Path | None = None,
         cuda_graph_config: CudaGraphConfig | None = _ALL_GRAPHS,
     ) -> None:
-        folder = _path("model", model)
+        folder, scheduling = _path("model", model), settings.scheduling(scheduler_config)
         max_draft_len = factory.max_draft_len(speculative_config, drafter)
         options = settings.Options(
             dtype=dtype,
@@ -113,7 +113,7 @@ class LLM:
         self._tokenizer = Tokenizer.from_folder(folder)
         target = factory.Target(opened, self._limits, options, self._tokenizer, folder, weights)
         drafter = factory.make_drafter(speculative_config, drafter, target)
-        self._start(f"{str(folder)!r}, ", opened, drafter, scheduler_config, kv_cache_config)
+        self._start(f"{str(folder)!r}, ", opened, drafter, scheduling, kv_cache_config)
 
     @classmethod
     def from_executor(
@@ -127,14 +127,17 @@ class LLM:
             drafter: your own source of draft tokens, at most as many as the executor's windows have room for.
 
         Raises:
-            ConfigError: drafts that the executor's windows have no room for, or no drafter.
+            ConfigError: no executor or no drafter, or drafts that the executor's windows have no room for.
         """
+        if not isinstance(executor, Executor):
+            raise ConfigError(f"executor: found {type(executor).__name__}; needed an object that runs a model's steps.")
         wanted, most = factory.max_draft_len(None, drafter), executor.replay.max_draft_len
         if wanted > most:
             raise ConfigError(f"drafter: found max_draft_len {wanted}; needed at most {most}.")
         llm = cls.__new__(cls)
         llm._limits, llm._tokenizer = executor.limits, None
-        llm._start("", executor, NoDrafter() if drafter is None else drafter, scheduler_config, None)
+        scheduling = settings.scheduling(scheduler_config)
+        llm._start("", executor, NoDrafter() if drafter is None else drafter, scheduling, None)
         return llm
 
     def _start(
@@ -142,13 +145,13 @@ class LLM:
         name: str,
         executor: Executor,
         drafter: Drafter,
-        scheduling: SchedulerConfig | None,
+        scheduling: SchedulerConfig,
         cache: KvCacheConfig | None,
     ) -> None:
         self._name, self._executor, self._drafter = name, executor, drafter
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(self.geometry, executor.replay, is_conventional=executor.is_conventional)
-        scheduling, cache = scheduling or SchedulerConfig(), cache or KvCacheConfig()
+        cache = cache or KvCacheConfig()
         self._serving = _make_serving_loop(executor, drafter, self._limits, self._recorder, scheduling, cache)
         self._next_id = 0
         self._lock = threading.Lock()
@@ -297,7 +300,7 @@ class LLM:
         prompts, is_single = prompt_desk.as_list(inputs)
         if not is_single:
             raise RequestError(f"inputs: found a list of {len(prompts)} prompts; needed one. Call once for each.")
-        prompt_desk.check_schedule(priority, timeout_s)
+        priority, timeout_s = prompt_desk.schedule(priority, timeout_s)
         params = prompt_desk.params_for(1, sampling_params)
         return self._submit(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)[0]
 

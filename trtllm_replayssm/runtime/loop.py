@@ -4,7 +4,10 @@ Rollback of rejected drafts has no code here or anywhere: their rows lie beyond 
 writes over them. One thread at a time uses a loop.
 """
 
+import operator
+import reprlib
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -203,21 +206,27 @@ class DecodeLoop:
         rows, refused = [], []
         for row in plan.rows:
             request_id = row.request.request_id
-            found = tuple(drafts.get(request_id, ()))[: limits[request_id]]
-            error = self._error_of(found)
-            if error is None:
-                rows.append(row.with_drafts(found))
-            else:
+            try:
+                found = self._token_ids(drafts.get(request_id, ()), limits[request_id])
+            except RequestError as error:
                 self.end(row.request, "error", error)
                 refused.append(row.request)
+            else:
+                rows.append(row.with_drafts(found))
         num_rows = rows[-1].slot + 1 if rows else 0
         return replace(plan, rows=tuple(rows), num_rows=num_rows), tuple(refused)
 
-    def _error_of(self, drafts: tuple[int, ...]) -> RequestError | None:
+    def _token_ids(self, drafts: Sequence[int], limit: int) -> tuple[int, ...]:
         vocab_size = self._executor.geometry.vocab_size
-        if all(0 <= token_id < vocab_size for token_id in drafts):
-            return None
-        return RequestError(f"drafts: found token ids {drafts}; needed 0 <= id < {vocab_size}. Mend the drafter.")
+        try:
+            found = tuple(map(operator.index, drafts))[:limit]
+        except TypeError:
+            found = (-1,)  # no ids at all
+        if all(0 <= token_id < vocab_size for token_id in found):
+            return found
+        raise RequestError(
+            f"drafts: found {reprlib.repr(drafts)}; needed token ids, 0 <= id < {vocab_size}. Mend the drafter."
+        )
 
     def _forget(self, request: Request, *, has_begun: bool = True) -> None:
         self._deadlines.remove(request)

@@ -1,5 +1,6 @@
 """What a user may pass to ``generate``, and the checks that every prompt passes before any runs."""
 
+import numbers
 import operator
 import reprlib
 import secrets
@@ -215,17 +216,24 @@ def params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | N
     return params
 
 
-def check_schedule(priority: int, timeout_s: float | None) -> None:
-    """Refuse what is no priority or no time.
+def schedule(priority: int, timeout_s: float | None) -> tuple[int, float | None]:
+    """Return a priority and a time as Python's own numbers, which neither wrap around nor lack an order.
 
     Raises:
-        RequestError: naming it.
+        RequestError: one is none.
     """
-    if _index(priority) is None:
+    whole = _index(priority)
+    if whole is None:
         raise RequestError(f"priority: found {priority!r}; needed a whole number.")
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and timeout_s > 0):
+    if timeout_s is None:
+        return whole, None
+    is_number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if not (is_number and timeout_s > 0):
         raise RequestError(f"timeout_s: found {timeout_s!r}; needed seconds, more than 0, or None.")
+    try:
+        return whole, float(timeout_s)
+    except OverflowError:
+        return whole, None  # later than the end of all days
 
 
 def _no_tokenizer(number: int, found: str, instead: str) -> RequestError:

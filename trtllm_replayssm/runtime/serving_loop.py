@@ -193,18 +193,27 @@ class ServingLoop:
     def _end_all(self, error: ReplaySSMError) -> None:
         with self._letters:
             arrivals, self._arrivals = self._arrivals, []
-        self._take_in(arrivals)
+        self._know(arrivals)
         self._loop.end_all(error)
         # Of all that were there: a step that failed may have ended requests, too.
         handles = {handle.request_id: handle for handle in self._handles.values()}
-        ids = set(self._handles)
-        self._publish(r for handle in handles.values() for r in handle.sequences if r.request_id in ids)
+        unpublished = [r for handle in handles.values() for r in handle.sequences if r.request_id in self._handles]
+        for request in unpublished:
+            self._loop.end(request, "error", error)  # those that the loop has not got
+        self._publish(unpublished)
 
     def _take_in(self, handles: Iterable[RequestHandle]) -> None:
+        for request in self._know(handles):
+            self._loop.add(request)
+
+    def _know(self, handles: Iterable[RequestHandle]) -> list[Request]:
+        """Note who is to be told of each request, of all before any is queued: whatever fails then, they are told."""
+        requests = []
         for handle in handles:
             for request in handle.sequences:
                 self._handles[request.request_id] = handle
-                self._loop.add(request)
+                requests.append(request)
+        return requests
 
     def _close_executor(self) -> None:
         try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pydantic import InstanceOf, ValidationError
 
-from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, ReplayConfig, UserOptions
+from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, ReplayConfig, SchedulerConfig, UserOptions
 from trtllm_replayssm.contract import defaults, protocol
 from trtllm_replayssm.contract.geometry import AUTO, EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import Manifest
@@ -104,6 +104,19 @@ def of_model(
     if available is not None:
         limits = _fitting(Settings(geometry, replay, limits), options, available, beside)
     return Settings(geometry, replay, limits)
+
+
+def scheduling(config: object) -> SchedulerConfig:
+    """Return the user's ``SchedulerConfig``, or the default for None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if config is None:
+        return SchedulerConfig()
+    if not isinstance(config, SchedulerConfig):
+        raise ConfigError(f"scheduler_config: found {config!r}; needed an instance of SchedulerConfig.")
+    return config
 
 
 def _fitting(wanted: Settings, options: Options, available: int, beside: Beside | None) -> EngineLimits:

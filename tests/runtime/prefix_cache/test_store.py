@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trtllm_replayssm.errors import CapacityError
 from trtllm_replayssm.runtime.prefix_cache.arena import ALIGNMENT, Arena, Range
 from trtllm_replayssm.runtime.prefix_cache.store import Chunk, Store
 
@@ -136,6 +137,7 @@ def test_whatever_happens_bytes_stay_within_budget_and_chunks_keep_their_own(
                 assert chunk.tier is tier and bool((store.view(chunk)[: chunk.num_bytes] == chunk.owner).all())
 
 
-def test_more_memory_than_there_is_says_which_option_to_lower() -> None:
-    with pytest.raises(Exception, match="Lower device_cache_size"):
-        Arena(2**60, CPU)
+@pytest.mark.parametrize("size", [2**60, 2**63, 10**30], ids=["2**60", "2**63", "10**30"])
+def test_more_memory_than_there_is_says_which_option_to_lower(size: int) -> None:
+    with pytest.raises(CapacityError, match="Lower device_cache_size"):
+        Arena(size, CPU)

@@ -1,7 +1,7 @@
 """What the loop knows of an executor: one step of the model, and the shapes it was made for."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -14,6 +14,7 @@ TORCH_EXECUTOR = 'the torch executor (executor="torch", --executor torch)'
 """How messages name the way out that every machine has, in the words of Python and of the command line."""
 
 
+@runtime_checkable
 class Executor(Protocol):
     """Runs steps of one model on state pools that it owns.
 

@@ -45,7 +45,8 @@ class Arena:
             self._memory = torch.empty(self.capacity, dtype=torch.uint8, device=device)
             if is_page_locked and self.capacity:
                 self._lock_pages()
-        except RuntimeError as error:  # torch.OutOfMemoryError or CudaError; a plain RuntimeError on the CPU
+        # torch.OutOfMemoryError or CudaError; a plain RuntimeError on the CPU; a TypeError of what has over 63 bits
+        except (RuntimeError, TypeError) as error:
             raise CapacityError(
                 f"memory of {device}: found no room for a prefix cache of {capacity} bytes ({error}); needed that. "
                 f"Lower device_cache_size or host_cache_size of the KvCacheConfig."

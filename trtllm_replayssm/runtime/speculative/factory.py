@@ -45,8 +45,14 @@ def max_draft_len(config: object, drafter: object) -> int:
             f"drafter: found {type(drafter).__name__}; needed an object with max_draft_len, begin, observe, propose "
             f"and end."
         )
+    if drafter is not None:
+        if type(drafter.max_draft_len) is not int or drafter.max_draft_len < 0:
+            raise ConfigError(
+                f"drafter: found max_draft_len {drafter.max_draft_len!r}; needed a whole number, 0 or more."
+            )
+        return drafter.max_draft_len
     if config is None:
-        return 0 if drafter is None else drafter.max_draft_len
+        return 0
     if isinstance(config, _CONFIGS):
         return config.max_draft_len
     known = ", ".join(known.__name__ for known in _CONFIGS)
