@@ -167,6 +167,7 @@ def test_a_real_drafter_is_measured_as_it_is(capsys: pytest.CaptureFixture[str])
         (["--num_layers", "99"], "num_layers: found 99"),
         (["--model", "no-model"], "model: found 'no-model'"),
         (["--device", "cuda:99"], "found"),
+        (["--device", "gpu"], "device: found 'gpu'; needed cuda, cuda:<n> or cpu."),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
@@ -175,6 +176,13 @@ def test_what_is_wrong_is_said_before_anything_runs(
 ) -> None:
     assert main([*COMMAND, *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_cuda_device_the_command_says_what_runs_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "e2e", "--model", TINY]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: bench e2e: found no CUDA device") and "--device cpu" in stderr
 
 
 def test_an_executor_made_elsewhere_is_served(tmp_path: Path) -> None:
