@@ -96,6 +96,23 @@ def test_tables_hold_every_measurement(report: EndToEndReport) -> None:
     assert "321" in text and "1.50" in text and "forced with probability 0.7" in text and "plain torch" in text
 
 
+def test_wide_numbers_and_captions_stay_on_their_lines(report: EndToEndReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    slow = tuple(
+        m.model_copy(
+            update={
+                name: getattr(m, name).model_copy(update={"p50": 1e4, "p90": 2e4, "p99": 3e4})
+                for name in ("first_token", "inter_token")
+            }
+        )
+        for m in report.serving
+    )
+    text = rendered(report_tables(report.model_copy(update={"serving": slow})))
+    assert text.count("10000/20000/30000") == 2 * len(slow)
+    assert all(f"\n{words}" in text for words in ("  tok/step: tokens that a row", "  accepted: of all drafts\n"))
+    assert [line for line in text.splitlines() if line[:1].islower()] == []
+
+
 @pytest.mark.parametrize("acceptance", [0.6, 1.0])
 def test_forced_acceptance_has_its_rate(acceptance: float) -> None:
     geometry = models.model_named(TINY).model_copy(update={"dtype": "float32"})
