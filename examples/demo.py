@@ -3,6 +3,7 @@
 Run it with ``make demo``, or ``python examples/demo.py`` where the package is installed. It writes to ``.demo/``.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -116,6 +117,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # there are no options: one that is given is refused
     try:
         sys.exit(main())
     except subprocess.CalledProcessError as error:  # the command has said why

@@ -96,6 +96,23 @@ def test_tables_hold_every_measurement(report: EndToEndReport) -> None:
     assert "321" in text and "1.50" in text and "forced with probability 0.7" in text and "plain torch" in text
 
 
+def test_wide_numbers_and_captions_stay_on_their_lines(report: EndToEndReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    slow = tuple(
+        m.model_copy(
+            update={
+                name: getattr(m, name).model_copy(update={"p50": 1e4, "p90": 2e4, "p99": 3e4})
+                for name in ("first_token", "inter_token")
+            }
+        )
+        for m in report.serving
+    )
+    text = rendered(report_tables(report.model_copy(update={"serving": slow})))
+    assert text.count("10000/20000/30000") == 2 * len(slow)
+    assert all(f"\n{words}" in text for words in ("  tok/step: tokens that a row", "  accepted: of all drafts\n"))
+    assert [line for line in text.splitlines() if line[:1].islower()] == []
+
+
 @pytest.mark.parametrize("acceptance", [0.6, 1.0])
 def test_forced_acceptance_has_its_rate(acceptance: float) -> None:
     geometry = models.model_named(TINY).model_copy(update={"dtype": "float32"})
@@ -167,6 +184,7 @@ def test_a_real_drafter_is_measured_as_it_is(capsys: pytest.CaptureFixture[str])
         (["--num_layers", "99"], "num_layers: found 99"),
         (["--model", "no-model"], "model: found 'no-model'"),
         (["--device", "cuda:99"], "found"),
+        (["--device", "gpu"], "device: found 'gpu'; needed cuda, cuda:<n> or cpu."),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
@@ -175,6 +193,13 @@ def test_what_is_wrong_is_said_before_anything_runs(
 ) -> None:
     assert main([*COMMAND, *options]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_cuda_device_the_command_says_what_runs_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "e2e", "--model", TINY]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: bench e2e: found no CUDA device") and "--device cpu" in stderr
 
 
 def test_an_executor_made_elsewhere_is_served(tmp_path: Path) -> None:

@@ -223,6 +223,7 @@ def test_a_wrong_output_ends_the_run_untimed(
     [
         (["--device", "cpu"], "bench kernels: found device cpu; needed a CUDA device"),
         (["--device", "gpu:0"], "device: found 'gpu:0'; needed cuda or cuda:<n>."),
+        (["--device", "meta"], "device: found 'meta'; needed cuda or cuda:<n>."),
         (["--shape", "nano9b", "nano10b"], "shape: found 'nano10b'; needed nano9b"),
         (
             ["--family", "gdn", "--shape", "nano9b"],

@@ -155,6 +155,11 @@ def test_dashes_stand_for_underscores_in_names_and_nowhere_else(
     assert (options["max_batch_size"], options["compute_capabilities"]) == (3, (86, 89))
 
 
+def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspec", "x"]) == 2
+    assert capsys.readouterr().err == "error: No such command 'inspec'. Did you mean 'inspect'? Try --help.\n"
+
+
 def test_a_choice_that_is_none_is_named_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--backend", "foo", "--checkpoint_dir", "a", "--output_dir", "b"]) == 2
     needed = "error: Invalid value for '--backend': 'foo' is not one of 'tensorrt', 'tensorrt_rtx'. Try --help.\n"

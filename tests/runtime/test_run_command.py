@@ -180,7 +180,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
         (["--input_file", "absent.txt"], "absent.txt: No such file"),
         (["--prompt", "half \ud800 a pair"], "prompt: found no valid Unicode at character 5 ('half \\ud800 a pair')"),
         (["--prompt", "a", "--device", "cpu:3"], "device: found 'cpu:3'; needed 'auto', 'cpu', 'cuda' or 'cuda:<n>'."),
-        (["--prompt", "a" * 70], "max_input_len (63)"),
+        (["--prompt", "a" * 70], "max_input_len (63). Shorten it, or raise max_seq_len"),
         (["--prompt", "a", "--max_tokens", "0"], "max_tokens: found 0"),
         (["--prompt", "a", "--temperature", "-1"], "temperature: found -1.0"),
         (["--prompt", "a", "--speculative", "mtp"], "found no multi-token prediction head; needed its weights"),

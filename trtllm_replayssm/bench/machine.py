@@ -37,32 +37,49 @@ class Machine(Frozen):
 
 
 def cuda_device(name: str) -> torch.device:
-    """Return the CUDA device of a name, with its index.
+    """Return the CUDA device of a name, with its index, for ``bench kernels``.
 
     Raises:
         ConfigError: no name of a device.
-        BackendError: another kind of device, or one that is not there.
+        BackendError: the CPU, or a device that is not there.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: found {name!r}; needed cuda or cuda:<n>.") from error
-    if device.type != "cuda":
+    device = _named(name, "cuda or cuda:<n>")
+    if device.type == "cpu":
         raise BackendError(f"bench kernels: found device {name}; needed a CUDA device, since its kernels are timed.")
-    if not torch.cuda.is_available():
-        raise BackendError(
-            f"bench kernels: found no CUDA device with torch {torch.__version__}; needed one, since its kernels are "
-            "timed. Run it on a machine with an NVIDIA GPU and a CUDA build of torch."
-        )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise BackendError(f"device: found {name} on a machine with {torch.cuda.device_count()} CUDA devices.")
-    return torch.device("cuda", index)
+    return _indexed(device, "bench kernels")
 
 
 def any_device(name: str) -> torch.device:
-    """Return the CPU, or the CUDA device of a name as ``cuda_device`` does."""
-    return torch.device("cpu") if name == "cpu" else cuda_device(name)
+    """Return the CPU or the CUDA device of a name, for ``bench e2e``.
+
+    Raises:
+        ConfigError: no name of a device.
+        BackendError: a CUDA device that is not there.
+    """
+    device = _named(name, "cuda, cuda:<n> or cpu")
+    return device if device.type == "cpu" else _indexed(device, "bench e2e", " A tiny model runs with --device cpu.")
+
+
+def _named(name: str, known: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: found {name!r}; needed {known}.")
+    return device
+
+
+def _indexed(device: torch.device, command: str, otherwise: str = "") -> torch.device:
+    if not torch.cuda.is_available():
+        raise BackendError(
+            f"{command}: found no CUDA device with torch {torch.__version__}; needed one to measure. Run it on a "
+            f"machine with an NVIDIA GPU and a CUDA build of torch.{otherwise}"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise BackendError(f"device: found {device} on a machine with {torch.cuda.device_count()} CUDA devices.")
+    return torch.device("cuda", index)
 
 
 def describe(device: torch.device) -> Machine:

@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         # A choice's checker is pydantic, whose words begin so.
         message = error.format_message().replace("Value error, ", "")
-        return _fail(f"{message.rstrip('.')}. Try --help.")
+        end = "" if message.endswith("?") else "."  # it may ask whether another name was meant
+        return _fail(f"{message.rstrip('.')}{end} Try --help.")
     except BrokenPipeError:
         # The reader of our output has left; a flush at exit would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

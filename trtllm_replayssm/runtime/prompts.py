@@ -151,7 +151,7 @@ class PromptDesk:
         if length > limits.max_input_len:
             raise RequestError(
                 f"prompt {number}: found {length} tokens; needed at most max_input_len ({limits.max_input_len}). "
-                f"Shorten it, or raise the limit where the model is loaded or the engine is built."
+                f"Shorten it, or raise max_seq_len where the model is loaded; an engine has both from its build."
             )
         if length >= limits.max_seq_len:
             raise RequestError(

@@ -214,6 +214,20 @@ def test_blocks_that_are_shorter_than_a_prompt_piece_can_be_are_refused(folder: 
         open_llm(folder, CONFIG.model_copy(update={"device_cache_size": 2**60}))
 
 
+@pytest.mark.parametrize(("num_bytes", "is_enough"), [(0, False), (1000, False), (SNAPSHOT_BYTES, True)])
+def test_budgets_that_hold_no_snapshot_are_warned_of(
+    folder: Path, num_bytes: int, is_enough: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("device_cache_size", "host_cache_size"):
+        caplog.clear()
+        budgets = {"device_cache_size": 0, "host_cache_size": 0, name: num_bytes}
+        with open_llm(folder, CONFIG.model_copy(update=budgets)) as llm:
+            for _ in range(2):
+                run(llm, text(70, 30))
+            assert (reused(llm) > 0) == is_enough
+        assert (f"{name}={num_bytes}" in caplog.text) != is_enough
+
+
 def test_without_reuse_there_are_no_such_metrics(folder: Path) -> None:
     with open_llm(folder, KvCacheConfig()) as llm:
         assert not any("prefix" in name for name in llm.metrics())

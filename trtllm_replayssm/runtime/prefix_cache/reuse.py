@@ -1,5 +1,6 @@
 """What the decode loop does with the prefix cache, and in which order: restore, run, save."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,8 @@ from trtllm_replayssm.runtime.prefix_cache.slot_states import SlotStates
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import StepPlan, Verdict
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class PrefixReuse:
@@ -41,6 +44,7 @@ class PrefixReuse:
         self._slots = slots
         self._max_seq_len = limits.max_seq_len
         self._keeps_generated = config.reuse_generated_tokens
+        _warn_of_small_budgets(config, states, self.block_size)
         is_cuda = executor.device.type == "cuda"
         self._cache = PrefixCache(
             states,
@@ -124,3 +128,15 @@ def _block_size(config: KvCacheConfig, limits: EngineLimits, replay: ReplayGeome
             f"for shorter ones leave no whole state. Raise it, or switch enable_block_reuse off."
         )
     return size
+
+
+def _warn_of_small_budgets(config: KvCacheConfig, states: SlotStates, block_size: int) -> None:
+    """Say so where not even a prompt of one block could be kept: nothing else would tell that reuse does nothing."""
+    budgets = (config.device_cache_size, config.host_cache_size)
+    state, rows = states.state_bytes, states.rows_bytes(block_size)
+    if max(budgets) < max(state, rows) or sum(budgets) < state + rows:
+        _LOGGER.warning(
+            "prefix cache: found device_cache_size=%d, host_cache_size=%d; needed %d bytes for a snapshot of one block "
+            "of %d tokens (%d of them the recurrent state). No prompt is reused until one of the two is raised.",
+            *(*budgets, state + rows, block_size, state),
+        )
