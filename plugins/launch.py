@@ -28,7 +28,7 @@ from trtllm_replayssm.plugins.specialize import VECTOR_BYTES, CausalConv1dSpecia
 from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
 
 # dt and g are read number by number; the other pools 16 bytes at a time.
-_MAMBA2_SLOTS = {"ssm_state": VECTOR_BYTES, "x_ring": VECTOR_BYTES, "B_ring": VECTOR_BYTES, "dt_ring": 4}
+MAMBA2_SLOTS = {"ssm_state": VECTOR_BYTES, "x_ring": VECTOR_BYTES, "B_ring": VECTOR_BYTES, "dt_ring": 4}
 _GATED_DELTA_NET_SLOTS = {"ssm_state": VECTOR_BYTES, "k_ring": VECTOR_BYTES, "u_ring": VECTOR_BYTES, "g_ring": 4}
 
 
@@ -49,13 +49,13 @@ def mamba2(tensors: Mapping[str, Tensor], *, history: int, max_draft_len: int) -
         UnsupportedError: no kernel for these shapes or this device.
         BackendError: cuda-core or NVRTC is not installed, or the driver refuses the launch.
     """
-    layouts.check("ops.mamba2", tensors, strided=("x", "dt", "B", "C"), slots=_MAMBA2_SLOTS)
+    layouts.check("ops.mamba2", tensors, strided=("x", "dt", "B", "C"), slots=MAMBA2_SLOTS)
     x, B = tensors["x"], tensors["B"]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, seq_len, n_heads, head_dim = x.shape
     if num_rows == 0 or seq_len == 0:
         return y
-    specialization = _mamba2(
+    specialization = mamba2_constants(
         (n_heads, head_dim, B.shape[3], B.shape[2], history, max_draft_len),
         (x.dtype, tensors["ssm_state"].dtype, tensors["dt"].dtype),
     )
@@ -146,7 +146,7 @@ def _step_role(
 ) -> Role:
     """Choose between the kernels of a step: the pipelined one reads inputs in 16-byte pieces, one by chunks of heads.
 
-    The pools are in such pieces always (``_MAMBA2_SLOTS``). Decided from addresses and strides alone.
+    The pools are in such pieces always (``MAMBA2_SLOTS``). Decided from addresses and strides alone.
     """
     is_readable = layouts.are_heads_neighbours(by_heads) and all(
         layouts.is_in_pieces(tensor, VECTOR_BYTES) for tensor in in_pieces
@@ -156,7 +156,11 @@ def _step_role(
 
 
 @cache
-def _mamba2(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Mamba2Specialization:
+def mamba2_constants(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Mamba2Specialization:
+    """Return the specialization for (n_heads, head_dim, d_state, n_groups, history, max_draft_len) and three types.
+
+    The types are those of the activations, of the state and of dt.
+    """
     activation, state, dt = (_dtype_name(dtype) for dtype in dtypes)
     n_heads, head_dim, d_state, n_groups, history, max_draft_len = sizes
     return Mamba2Specialization(

@@ -5,6 +5,7 @@ Every check raises ``OpArgumentError`` with the layout found, the one needed and
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor
 
 from trtllm_replayssm.errors import OpArgumentError
@@ -96,3 +97,16 @@ def is_in_pieces(tensor: Tensor, alignment: int) -> bool:
 def are_heads_neighbours(x: Tensor) -> bool:
     """Say whether the heads of a token, [..., heads, head_dim], follow each other without a gap."""
     return x.shape[-2] == 1 or x.stride(-2) == x.shape[-1]
+
+
+def split_projection(
+    xBC: Tensor, *, n_heads: int, head_dim: int, n_groups: int, d_state: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x [B, S, H, P], B and C [B, S, G, N] as views of Mamba-2's projection, [B, S, H P + 2 G N]."""
+    d_bc = n_groups * d_state
+    x, B, C = torch.split(xBC, [n_heads * head_dim, d_bc, d_bc], dim=-1)
+    return (
+        torch.unflatten(x, -1, (n_heads, head_dim)),
+        torch.unflatten(B, -1, (n_groups, d_state)),
+        torch.unflatten(C, -1, (n_groups, d_state)),
+    )

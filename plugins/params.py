@@ -42,6 +42,17 @@ class Mamba2Params(ctypes.Structure):
     ]
 
 
+class Mamba2WithConvParams(ctypes.Structure):
+    """``Mamba2WithConvParams`` of ``kernels/mamba2/params_with_conv.h``; strides are in elements."""
+
+    _fields_ = [
+        ("step", Mamba2Params),
+        *_fields(ctypes.c_void_p, "conv_weight conv_bias conv_ring"),
+        *_fields(ctypes.c_int64, "conv_ring_stride_slot"),
+        *_fields(ctypes.c_int32, "conv_ring_rows"),
+    ]
+
+
 class GatedDeltaNetParams(ctypes.Structure):
     """``GatedDeltaNetParams`` of ``kernels/gated_delta_net/params.h``; strides are in elements."""
 
@@ -93,6 +104,31 @@ def mamba2_params(tensors: tuple[Tensor, ...], y: Tensor, num_taken: int) -> Mam
         pools[1].shape[1],
         x.shape[0],
         pools[0].shape[0],
+    )
+
+
+def mamba2_with_conv_params(
+    tensors: tuple[Tensor, ...],
+    convolution: tuple[Tensor, Tensor | None, Tensor],
+    y: Tensor,
+    num_taken: int,
+) -> Mamba2WithConvParams:
+    """Pack addresses and strides.
+
+    Args:
+        tensors: as for ``mamba2_params``, with x, B and C as they were before the convolution.
+        convolution: its weight, bias and ring.
+        y: the output.
+        num_taken: the address of a counter (``plugins.counters``).
+    """
+    weight, bias, ring = convolution
+    return Mamba2WithConvParams(
+        mamba2_params(tensors, y, num_taken),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        ring.data_ptr(),
+        ring.stride(0),
+        ring.shape[1],
     )
 
 

@@ -23,6 +23,8 @@ _TEAMS, _TEAM_WARPS = 2, 2
 # As many warps as in the layout.cuh of each recurrence.
 LOADERS = 3
 _CONSTANTS = 3  # each head's A, D and dt_bias
+# Of a buffer, where x, B and C come raw: when x is convolved, and when B and C are.
+_CONV_BARRIERS = 2
 # So many chunks' worth for each thread block are cut into the first number of parts that fits, to end together.
 _TAIL_CHUNKS, _TAIL_PARTS = 3, (2, 3, 1)
 
@@ -37,6 +39,7 @@ class PipelineShape:
         chunk_buffers: chunks whose token rows shared memory holds.
         shared_bytes: all of it.
         team_warps: coefficient warps that share a chunk.
+        is_raw: whether x, B and C come before their convolution.
     """
 
     num_stages: int
@@ -44,6 +47,7 @@ class PipelineShape:
     chunk_buffers: int
     shared_bytes: int
     team_warps: int = _TEAM_WARPS
+    is_raw: bool = False
 
     @property
     def block_threads(self) -> int:
@@ -56,6 +60,7 @@ class PipelineShape:
             "NUM_CONSUMERS": str(CONSUMERS),
             "COEFFICIENT_TEAMS": str(_TEAMS),
             "TEAM_WARPS": str(self.team_warps),
+            "IS_RAW": str(int(self.is_raw)),
             "NUM_STAGES": str(self.num_stages),
             "CHUNK_HEADS": str(self.chunk_heads),
             "CHUNK_BUFFERS": str(self.chunk_buffers),
@@ -73,6 +78,7 @@ def pipeline_shape(
     window: int,
     activation_dtype: str,
     state_dtype: str,
+    is_raw: bool = False,
 ) -> PipelineShape | None:
     """Return the fastest known make-up for a shape; None for a shape that the pipelined step is not for."""
     is_fitting = (
@@ -92,10 +98,12 @@ def pipeline_shape(
     # Long windows of wide heads have large buffers: better fewer or smaller ones than less than two tiles a consumer.
     choices = [(chunk_heads, 3), *((chunk_heads >> shift, 2) for shift in range(chunk_heads.bit_length()))]
     for heads, chunk_buffers in choices:
-        fixed = chunk_buffers * buffer_bytes(_payload_bytes(head_dim, heads, history, window))
+        buffer = buffer_bytes(_payload_bytes(head_dim, heads, history, window))
+        fixed = chunk_buffers * (buffer + (_CONV_BARRIERS * _BARRIER_BYTES if is_raw else 0))
         num_stages = stages_that_fit(tile_bytes, fixed, multiple_of=CONSUMERS)
         if num_stages >= 2 * CONSUMERS:
-            return PipelineShape(num_stages, heads, chunk_buffers, shared_bytes(num_stages, tile_bytes, fixed))
+            total = shared_bytes(num_stages, tile_bytes, fixed)
+            return PipelineShape(num_stages, heads, chunk_buffers, total, is_raw=is_raw)
     raise AssertionError("every fitting shape has a make-up")
 
 

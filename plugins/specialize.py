@@ -17,12 +17,14 @@ from trtllm_replayssm.plugins.pipeline_shape import PipelineShape
 
 if TYPE_CHECKING:
     from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+    from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
-Role = Literal["step", "prefill", "pipelined_step", "one_token_step"]
+Role = Literal["step", "prefill", "pipelined_step", "one_token_step", "step_with_conv"]
 ROLES: tuple[Role, ...] = ("step", "prefill")
 """What every specialization has for every architecture. ``step`` runs windows of at most 1 + max_draft_len tokens,
 ``prefill`` longer ones. For some shapes, architectures and layouts ``pipelined_step`` does the work of ``step``; for
-windows of one token ``one_token_step`` does that of the convolution's."""
+windows of one token ``one_token_step`` does that of the convolution's. ``step_with_conv`` does the work of the
+convolution and of Mamba-2's step."""
 Kernel = Literal[Role, "chunked_prefill"]
 """A source file of that name. A role is the kernel of its own name, but for ``kernel()`` of a specialization."""
 
@@ -181,6 +183,10 @@ class Mamba2Specialization:
     @property
     def pipeline(self) -> PipelineShape | None:
         """The make-up of the pipelined step; None where there is none for these constants."""
+        return self.pipeline_shape(is_raw=False)
+
+    def pipeline_shape(self, *, is_raw: bool) -> PipelineShape | None:
+        """Return the make-up of the pipelined step, alone or with the convolution before it; None for none."""
         return pipeline_shape.pipeline_shape(
             head_dim=self.head_dim,
             d_state=self.d_state,
@@ -189,6 +195,7 @@ class Mamba2Specialization:
             window=self.window,
             activation_dtype=self.activation_dtype,
             state_dtype=self.state_dtype,
+            is_raw=is_raw,
         )
 
     @property
@@ -344,7 +351,9 @@ class CausalConv1dSpecialization:
         return defines | {"ROWS_PER_BLOCK": str(_CONV_ROWS[kernel]), "BLOCKS_PER_SM": str(blocks_per_sm)}
 
 
-Specialization: TypeAlias = "Mamba2Specialization | CausalConv1dSpecialization | GatedDeltaNetSpecialization"
+Specialization: TypeAlias = (
+    "Mamba2Specialization | CausalConv1dSpecialization | Mamba2WithConvSpecialization | GatedDeltaNetSpecialization"
+)
 
 
 def constants_of(specialization: Specialization) -> str:

@@ -48,46 +48,35 @@ class Mamba2(nn.Module):
         """Mix ``hidden [B, S, d_model]``; ``states`` are in-out. Returns (hidden, present states)."""
         g = self.geometry
         z, xBC, dt = self.in_proj(hidden).split((g.d_inner, g.conv_dim, g.n_heads), dim=-1)
-        xBC, conv_ring = self.conv1d(xBC, states[0], step)
-        # Views into the convolution's output: the kernels take strides, nothing is copied.
-        columns = g.n_groups * g.d_state
-        x, B, C = xBC.split((g.d_inner, columns, columns), dim=-1)
-        x = torch.unflatten(x, -1, (g.n_heads, g.head_dim))
-        B = torch.unflatten(B, -1, (g.n_groups, g.d_state))
-        C = torch.unflatten(C, -1, (g.n_groups, g.d_state))
-        y, recurrent = self.recurrence(x, dt, B, C, step, states[1:])
-        return self.out_proj(self.norm(y.flatten(-2), z)), (conv_ring, *recurrent)
+        y, present = self.mix(xBC, dt, step, states)
+        return self.out_proj(self.norm(y.flatten(-2), z)), present
 
-    def recurrence(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        step: Step,
-        states: tuple[torch.Tensor, ...],
+    def mix(
+        self, xBC: torch.Tensor, dt: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Run the state-space recurrence.
+        """Run the convolution and the state-space recurrence.
 
         Args:
-            x: [B, S, H, P].
+            xBC: [B, S, conv_dim], raw: before the convolution.
             dt: [B, S, H], raw: before bias and softplus.
-            B: [B, S, G, N].
-            C: [B, S, G, N].
             step: lengths and slots.
-            states: in-out, the layer's states without the convolution ring.
+            states: in-out, the layer's states.
 
         Returns:
             (y [B, S, H, P], present states).
         """
         if onnx_ops.is_exporting():
-            return onnx_ops.mamba2(x, dt, B, C, (self.A, self.D, self.dt_bias), states, step, self.replay)
-        ssm_state, x_ring, b_ring, dt_ring = states
-        y = ops.mamba2(
-            x,
+            (x, B, C), conv_ring = self.convolve(xBC, states[0], step)
+            constants = (self.A, self.D, self.dt_bias)
+            y, recurrent = onnx_ops.mamba2(x, dt, B, C, constants, states[1:], step, self.replay)
+            return y, (conv_ring, *recurrent)
+        conv_ring, ssm_state, x_ring, b_ring, dt_ring = states
+        y = ops.mamba2_with_conv(
+            xBC,
             dt,
-            B,
-            C,
+            self.conv1d.weight,
+            self.conv1d.bias,
+            conv_ring,
             self.A,
             self.D,
             self.dt_bias,
@@ -104,6 +93,20 @@ class Mamba2(nn.Module):
         )
         return y, states
 
+    def convolve(
+        self, xBC: torch.Tensor, conv_ring: torch.Tensor, step: Step
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return x [B, S, H, P], B and C [B, S, G, N] after the convolution, and the present ring."""
+        g = self.geometry
+        xBC, conv_ring = self.conv1d(xBC, conv_ring, step)
+        # Views into the convolution's output: the kernels take strides, nothing is copied.
+        columns = g.n_groups * g.d_state
+        x, B, C = torch.split(xBC, [g.d_inner, columns, columns], dim=-1)
+        x = torch.unflatten(x, -1, (g.n_heads, g.head_dim))
+        B = torch.unflatten(B, -1, (g.n_groups, g.d_state))
+        C = torch.unflatten(C, -1, (g.n_groups, g.d_state))
+        return (x, B, C), conv_ring
+
 
 class ConventionalMamba2(Mamba2):
     """The same mixer with the state rewritten for every token: for comparison, never exported.
@@ -113,18 +116,13 @@ class ConventionalMamba2(Mamba2):
 
     num_states = 2
 
-    def recurrence(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        step: Step,
-        states: tuple[torch.Tensor, ...],
+    def mix(
+        self, xBC: torch.Tensor, dt: torch.Tensor, step: Step, states: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run the recurrence on ``ssm_snapshots [slots, T + 1, H, P, N]``; see the base class."""
         assert not onnx_ops.is_exporting(), "the conventional decode exists for comparison in torch alone"
-        (ssm_snapshots,) = states
+        conv_ring, ssm_snapshots = states
+        (x, B, C), _ = self.convolve(xBC, conv_ring, step)
         y = ops.mamba2_conventional(
             x,
             dt,

@@ -67,10 +67,11 @@ def invented(job: kernels.Job) -> Measurement:
 @every_family
 def test_the_document_says_what_ran_and_reads_back(made: KernelReport, family: Family) -> None:
     implementations = [f"replay {OP[family]}"] * 8 + [f"prefill {OP[family]}"] + ["causal_conv1d"] * 4
+    implementations += ["mamba2 with convolution", "convolution, then mamba2"] * 8 if family == "mamba2" else []
     assert [m.implementation for m in made.measurements] == implementations
     document = json.loads(made.model_dump_json())
     assert KernelReport.model_validate(document) == made
-    assert document["format"] == "trtllm-replayssm bench kernels 3"
+    assert document["format"] == "trtllm-replayssm bench kernels 4"
     assert {family_of(m.geometry) for m in KernelReport.model_validate(document).measurements} == {family}
     first = document["measurements"][0]
     assert {name: first[name] for name in ("shape", "state_dtype", "window", "batch_size", "history")} == {
@@ -161,7 +162,7 @@ def test_the_command_prints_and_writes_what_it_measured(
     printed = KernelReport.model_validate_json(capsys.readouterr().out)
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == [JSON_FILE, PLOT_FILE]
     assert KernelReport.model_validate_json((tmp_path / "found" / JSON_FILE).read_text()) == printed
-    assert len(printed.measurements) == 2 * 2 + 2 * 2
+    assert len(printed.measurements) == 2 * 2 + 2 * 2 + (2 * 2 * 2 if family == "mamba2" else 0)
     assert printed.command == (
         f"trtllm-replayssm bench kernels --family {family} --shape {SHAPE[family]} --batch_sizes 1 4 --state_dtype "
         "float32 --max_draft_len 0 3 --history 16 --prefill_tokens 0 --prefill_batch_sizes 1 8 --device cuda"
@@ -199,7 +200,13 @@ def test_the_command_measures_peers_beside_ours(tmp_path: Path, capsys: pytest.C
     assert prefill.peers.keys() == {"mamba_ssm mamba_chunk_scan_combined"} and set(prefill.best) == {"prefill"}
     panels = plot.curves(found.measurements)
     assert set(panels) == {
-        ("4x64x32x2", work) for work in ("float32 state, T = 1", "float32 state, prefill of 48", "convolution, T = 1")
+        ("4x64x32x2", work)
+        for work in (
+            "float32 state, T = 1",
+            "float32 state, prefill of 48",
+            "convolution, T = 1",
+            "float32 state, T = 1, with convolution",
+        )
     }
     assert len(panels["4x64x32x2", "float32 state, T = 1"]) == 7
     assert "replay mamba2 beside its peers, T = 1" in text and "prefill mamba2 beside its peers, T = 48" in text

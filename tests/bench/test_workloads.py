@@ -9,13 +9,15 @@ from torch import Tensor
 from trtllm_replayssm import ops
 from trtllm_replayssm.bench import kernels
 from trtllm_replayssm.bench.cases import KernelCase, make_cases, make_prefill_cases
-from trtllm_replayssm.bench.gate import OUTPUT_BOUND, relative_error, require
+from trtllm_replayssm.bench.gate import OUTPUT_BOUND, ROUNDED_BOUND, relative_error, require
 from trtllm_replayssm.bench.prefill import ReplayPrefill
 from trtllm_replayssm.bench.recurrences import recurrence_of
 from trtllm_replayssm.bench.shapes import Family
+from trtllm_replayssm.bench.with_convolution import StepAfterConvolution, StepWithConvolution
 from trtllm_replayssm.bench.workloads import CausalConv1dStep, ReplayStep
 from trtllm_replayssm.errors import NumericsError
 from trtllm_replayssm.plugins import layouts
+from trtllm_replayssm.plugins.launch import MAMBA2_SLOTS
 
 CPU = torch.device("cpu")
 
@@ -110,6 +112,21 @@ def test_the_gate_of_the_convolution(family: Family, max_draft_len: int) -> None
     tensors = step._tensors(step.num_steps - 1, step.num_sets - 1)
     layouts.check("ops.causal_conv1d", tensors, strided=("x",), slots={"conv_ring": 16})
     assert step.num_sets * step.num_steps >= 256
+
+
+@pytest.mark.parametrize("make", [StepWithConvolution, StepAfterConvolution])
+@pytest.mark.parametrize("max_draft_len", [0, 3])
+def test_the_gate_of_a_step_with_its_convolution(make: type[StepWithConvolution], max_draft_len: int) -> None:
+    case = make_case(max_draft_len=max_draft_len)
+    step, alone = make(case, CPU), ReplayStep(case, CPU)
+    assert 0 < step.check() <= ROUNDED_BOUND
+    tensors = step._tensors(step.num_steps - 1, step.num_sets - 1)
+    layouts.check("ops.mamba2_with_conv", tensors, strided=("xBC", "dt"), slots={"conv_ring": 16} | MAMBA2_SLOTS)
+    row = 2 * case.geometry.conv_dim
+    more = (
+        6 * (3 + 1 + max_draft_len) * row + (4 + 1) * row
+    )  # the convolution's history, its appended rows, its weights
+    assert step.traffic.total - alone.traffic.total == pytest.approx(more)
 
 
 @every_family

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from trtllm_replayssm.contract import plugin_io
 from trtllm_replayssm.plugins.build import SOURCE_DIR
+from trtllm_replayssm.plugins.layouts import split_projection
 from trtllm_replayssm.plugins.params import (
     causal_conv1d_params,
     causal_conv1d_role,
     gated_delta_net_params,
     mamba2_params,
+    mamba2_with_conv_params,
 )
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
@@ -33,6 +35,7 @@ from trtllm_replayssm.plugins.specialize import (
     Specialization,
 )
 from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 EMULATOR_DIR = Path(__file__).parent / "emulator"
 _STALE_BYTES = 2**18
@@ -62,7 +65,7 @@ def compile_emulated(
     defines = specialization.defines(kernel) | {
         "KERNEL_SOURCE": f'"{specialization.folder}/{kernel}.cu"',
         "KERNEL_SYMBOL": specialization.launch_shape(kernel).symbol,
-        "KERNEL_PARAMS": PARAMS[specialization.folder],
+        "KERNEL_PARAMS": "Mamba2WithConvParams" if kernel == "step_with_conv" else PARAMS[specialization.folder],
     }
     return compile_host(output, EMULATOR_DIR / "driver.cpp", defines, EMULATOR_DIR, source_dir)
 
@@ -119,6 +122,30 @@ class Emulator:
         self._run_recurrence(specialization, mamba2_params, inputs, y)
         return y
 
+    def mamba2_with_conv(self, *, history: int, max_draft_len: int, **tensors: Tensor | None) -> Tensor:
+        """Emulate the kernel behind ``ops.mamba2_with_conv`` on CUDA, a step."""
+        named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        (n_heads, head_dim), (n_groups, d_state) = named["x_ring"].shape[2:], named["B_ring"].shape[2:]
+        sizes: dict[str, int] = {"n_heads": n_heads, "head_dim": head_dim, "n_groups": n_groups, "d_state": d_state}
+        x, B, C = split_projection(named["xBC"], **sizes)
+        step = Mamba2Specialization(
+            **sizes,
+            history=history,
+            max_draft_len=max_draft_len,
+            activation_dtype=dtype_name(x),
+            state_dtype=dtype_name(named["ssm_state"]),
+            dt_dtype=dtype_name(named["dt"]),
+        )
+        named |= {"x": x, "B": B, "C": C}
+        inputs = tuple(named[name] for name in plugin_io.MAMBA2.inputs)
+        convolution = (named["conv_weight"], tensors["conv_bias"], named["conv_ring"])
+        y, num_taken = torch.full(x.shape, torch.nan, dtype=x.dtype), torch.zeros(1, dtype=torch.int32)
+        params = mamba2_with_conv_params(inputs, convolution, y, num_taken.data_ptr())
+        specialization = Mamba2WithConvSpecialization(step, named["conv_weight"].shape[1])
+        self._run(specialization, "step_with_conv", params, (*inputs, *convolution), y)
+        check_counter(num_taken)
+        return y
+
     def gated_delta_net(self, *, history: int, max_draft_len: int, **tensors: Tensor) -> Tensor:
         """Emulate ``ops.gated_delta_net`` on CUDA."""
         k, v = tensors["k"], tensors["v"]
@@ -159,8 +186,7 @@ class Emulator:
         num_taken = torch.zeros(1, dtype=torch.int32)
         kernel = (self.kernel or "step") if output.shape[1] <= specialization.window else self.prefill
         self._run(specialization, kernel, pack(inputs, output, num_taken.data_ptr()), inputs, output)
-        if num_taken.item() != 0:
-            raise EmulationError(f"the counter was left at {num_taken.item()}: the next launch would begin with it")
+        check_counter(num_taken)
 
     def _run(
         self, specialization: Specialization, kernel: Kernel, params: Any, inputs: tuple[Tensor | None, ...], y: Tensor
@@ -174,6 +200,12 @@ class Emulator:
         del stale  # needed as long as the launch
         if failure is not None:
             raise EmulationError(failure.decode())
+
+
+def check_counter(num_taken: Tensor) -> None:
+    """Refuse a counter of work that a launch did not leave as the next one needs it."""
+    if num_taken.item() != 0:
+        raise EmulationError(f"the counter was left at {num_taken.item()}: the next launch would begin with it")
 
 
 def declare_memory(library: ctypes.CDLL, tensors: list[Tensor]) -> list[bytes]:

@@ -8,27 +8,34 @@ import pytest
 from tests.kernels.emulation import compile_host
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.params import LONGEST_STEP_WINDOW, CausalConv1dParams, GatedDeltaNetParams, Mamba2Params
+from trtllm_replayssm.plugins.params import (
+    LONGEST_STEP_WINDOW,
+    CausalConv1dParams,
+    GatedDeltaNetParams,
+    Mamba2Params,
+    Mamba2WithConvParams,
+)
 from trtllm_replayssm.plugins.specialize import MAX_ROWS
 
 
 @pytest.mark.parametrize(
-    ("folder", "struct"),
+    ("header", "struct"),
     [
-        ("mamba2", Mamba2Params),
-        ("causal_conv1d", CausalConv1dParams),
-        ("gated_delta_net", GatedDeltaNetParams),
+        ("mamba2/params.h", Mamba2Params),
+        ("mamba2/params_with_conv.h", Mamba2WithConvParams),
+        ("causal_conv1d/params.h", CausalConv1dParams),
+        ("gated_delta_net/params.h", GatedDeltaNetParams),
     ],
-    ids=["mamba2", "conv1d", "gated_delta_net"],
+    ids=["mamba2", "mamba2_with_conv", "conv1d", "gated_delta_net"],
 )
-def test_params_have_the_layout_of_the_header(folder: str, struct: type[ctypes.Structure], tmp_path: Path) -> None:
+def test_params_have_the_layout_of_the_header(header: str, struct: type[ctypes.Structure], tmp_path: Path) -> None:
     name = struct.__name__
     fields = [field[0] for field in struct._fields_]
     source = tmp_path / "layout.cpp"
     export = 'extern "C" __attribute__((visibility("default"))) unsigned'
     offsets = ", ".join(f"offsetof({name}, {field}), sizeof({name}::{field})" for field in fields)
     source.write_text(
-        f'#include <cstddef>\n#include "{folder}/params.h"\n'
+        f'#include <cstddef>\n#include "{header}"\n'
         f"{export} struct_bytes() {{ return sizeof({name}); }}\n"
         f"{export} layout(int i) {{ const unsigned table[] = {{{offsets}}}; return table[i]; }}\n"
     )

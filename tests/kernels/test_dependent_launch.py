@@ -15,12 +15,14 @@ from tests.ops.mamba2_driver import make_pools, make_weights
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.plugins import build, launch
 from trtllm_replayssm.plugins.specialize import ROLES, CausalConv1dSpecialization, Role, Specialization
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 CONV = CausalConv1dSpecialization(2560, 4, "bfloat16")
 KERNELS: list[tuple[Specialization, Role]] = [
     *((specialization, role) for specialization in (CONV, NANO_9B) for role in ROLES),
     (CONV, "one_token_step"),
     (NANO_9B, "pipelined_step"),
+    (Mamba2WithConvSpecialization(NANO_9B, 4), "step_with_conv"),
 ]
 # Loads, stores and copies of anything but parameters and shared memory. Prefetches into L2 are no accesses, and relaxed
 # loads, which pass the L1 cache, are for guessing what to prefetch.

@@ -241,14 +241,12 @@ FAULTS = {
         "weights are not waited for": Fault(
             "mamba2/pipeline/outputs.cuh", "    ptx::barrier_wait(is_weighed, parity);\n", ""
         ),
-        "x is not waited for": Fault(
-            "mamba2/pipeline/outputs.cuh", "    ptx::barrier_wait(is_x_loaded, parity);\n", ""
-        ),
+        "x is not waited for": Fault("mamba2/pipeline/outputs.cuh", "    ptx::barrier_wait(is_x_ready, parity);\n", ""),
         "the first phase is waited for": Fault(
             "mamba2/pipeline/producer.cuh", "stage.parity_before()", "stage.parity()", "deadlock"
         ),
         "the kernel before is not waited for": Fault(
-            "mamba2/pipelined_step.cu", WAIT, "", "outside of every tensor|too early"
+            "mamba2/pipeline/run.cuh", WAIT, "", "outside of every tensor|too early"
         ),
     },
     MAIN[1]: COMMON_FAULTS

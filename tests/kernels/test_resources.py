@@ -9,7 +9,8 @@ from tests.kernels.cubin import resources
 from tests.kernels.test_specialize import changed
 from tests.pairwise import Case, pairwise
 from trtllm_replayssm.plugins import build
-from trtllm_replayssm.plugins.specialize import Role, Specialization
+from trtllm_replayssm.plugins.specialize import Mamba2Specialization, Role, Specialization
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 # n_heads x head_dim.
 MAIN_SHAPES = ((128, 80), (96, 80), (64, 64), (128, 64), (256, 64))
@@ -105,6 +106,24 @@ def test_no_pair_of_sizes_of_the_pipelined_step_spills(state_dtype: str) -> None
     names = ("heads", "n_groups", "window")
     axes = {name: SIZES_AND_TYPES[name] for name in names} | {"history": (8, 16, 32), "architecture": PIPELINED}
     kernels = [kernel_of(role="pipelined_step", state_dtype=state_dtype, **case) for case in pairwise(axes)]
+    assert not (found := problems(kernels)), "\n".join(found)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_no_step_that_convolves_spills(state_dtype: str) -> None:
+    axes: dict[str, Sequence[Any]] = {
+        "heads": MAIN_SHAPES,
+        "window": WINDOWS,
+        "history": (16, 8, 32),
+        "architecture": PIPELINED,
+    }
+    steps = [kernel_of(role="step", state_dtype=state_dtype, **case) for case in pairwise(axes)]
+    kernels = [
+        Kernel(Mamba2WithConvSpecialization(step.specialization, 4), "step_with_conv", step.architecture)
+        for step in steps
+        if isinstance(step.specialization, Mamba2Specialization)
+    ]
+    assert len(kernels) == len(steps)
     assert not (found := problems(kernels)), "\n".join(found)
 
 

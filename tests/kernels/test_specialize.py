@@ -6,6 +6,7 @@ import pytest
 
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
 from trtllm_replayssm.plugins.specialize import ROLES, CausalConv1dSpecialization, Mamba2Specialization
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 NANO_9B = Mamba2Specialization(
     n_heads=128,
@@ -155,3 +156,30 @@ def test_the_blocks_of_a_convolution_cover_all_channels(conv_dim: int) -> None:
     assert conv_dim % found.channels_per_thread == 0
     assert (shape.grid_x - 1) * shape.block_x * found.channels_per_thread < conv_dim
     assert shape.grid_x * shape.block_x * found.channels_per_thread >= conv_dim
+
+
+def test_a_step_that_convolves_has_the_make_up_of_the_step() -> None:
+    for window, state, architecture in itertools.product((1, 4, 8), ("float32", "bfloat16"), ("sm_90a", "sm_100a")):
+        step = changed(max_draft_len=window - 1, state_dtype=state)
+        found = Mamba2WithConvSpecialization(step, 4)
+        assert found.roles(architecture) == ("step_with_conv",) and found.roles("sm_80") == ()
+        shape, alone = found.launch_shape("step_with_conv"), step.launch_shape("pipelined_step")
+        assert shape.is_persistent and (shape.grid_x, shape.block_x) == (alone.grid_x, alone.block_x)
+        assert 0 < shape.dynamic_shared_bytes - alone.dynamic_shared_bytes < 128
+        assert set(found.defines("step_with_conv").items()) - set(step.defines("pipelined_step").items()) == {
+            ("D_CONV", "4"),
+            ("IS_RAW", "1"),
+            ("DYNAMIC_SHARED_BYTES", str(shape.dynamic_shared_bytes)),
+        }
+
+
+def test_long_windows_of_many_rows_are_convolved_in_a_launch_of_their_own() -> None:
+    one, four = (Mamba2WithConvSpecialization(changed(max_draft_len=draft), 4) for draft in (0, 3))
+    assert one.is_faster(512, 132) and four.is_faster(4, 132) and not four.is_faster(8, 132)
+    assert four.is_faster(8, 264)
+
+
+@pytest.mark.parametrize(("d_conv", "values"), [(3, {}), (4, {"d_state": 64}), (4, {"state_dtype": "float16"})])
+def test_other_constants_have_no_step_that_convolves(d_conv: int, values: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedError, match="no step that convolves"):
+        Mamba2WithConvSpecialization(changed(**values), d_conv)

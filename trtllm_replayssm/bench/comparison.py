@@ -9,6 +9,8 @@ def compare(measurements: Iterable[Measurement]) -> tuple[Comparison, ...]:
     """Hold each measurement of ours to those of the peers for the same case; cases without a peer are left out."""
     by_case: dict[tuple[object, ...], list[Measurement]] = {}
     for m in measurements:
+        if m.kind == "with convolution":
+            continue
         key = (m.shape, m.state_dtype, m.kind == "prefill", m.window, m.batch_size)
         by_case.setdefault(key, []).append(m)
     return tuple(_compared(of_case) for of_case in by_case.values() if len(of_case) > 1)

@@ -15,8 +15,10 @@ from trtllm_replayssm.bench.prefill import ReplayPrefill
 from trtllm_replayssm.bench.report import Measurement, PeerFailure
 from trtllm_replayssm.bench.timing import Timing, time_graph
 from trtllm_replayssm.bench.tuning import Choices, Tunable, setting_name, tune
+from trtllm_replayssm.bench.with_convolution import StepAfterConvolution, StepWithConvolution
 from trtllm_replayssm.bench.workloads import CausalConv1dStep, ReplayStep, Workload
 from trtllm_replayssm.contract import traffic
+from trtllm_replayssm.contract.geometry import Mamba2Geometry
 from trtllm_replayssm.errors import CapacityError
 
 _RUNS_OF_A_SETTING = 3
@@ -38,13 +40,18 @@ class Job(NamedTuple):
 
 
 def plan(steps: Sequence[KernelCase], prefills: Sequence[KernelCase] = (), *, with_peers: bool = True) -> list[Job]:
-    """List what is measured: every case, its peers that can be imported right after it, and each convolution once."""
+    """List what is measured: every case, its peers that can be imported right after it, and each convolution once.
+
+    The steps of Mamba-2 are measured with their convolution, too.
+    """
     jobs: list[Job] = []
     for case in (*steps, *prefills):
         jobs.append(Job(case, ReplayStep if case.prefill_tokens is None else ReplayPrefill))
         jobs += [Job(case, peer=peer) for peer in peers_of(case)] if with_peers else []
     convolutions = {(case.geometry, case.replay.max_draft_len, case.batch_size): case for case in steps}
-    return jobs + [Job(case, CausalConv1dStep) for case in convolutions.values()]
+    jobs += [Job(case, CausalConv1dStep) for case in convolutions.values()]
+    with_convolution = [case for case in steps if isinstance(case.geometry, Mamba2Geometry)]
+    return jobs + [Job(case, make) for case in with_convolution for make in (StepWithConvolution, StepAfterConvolution)]
 
 
 def measure(
@@ -141,7 +148,8 @@ def summarize(
 ) -> Measurement:
     """Hold a time to the bytes that had to move and to the bandwidth of a copy."""
     m, replay, num_bytes = case.geometry, case.replay, workload.traffic
-    is_step = workload.kind in ("replay", "conventional")
+    is_step = workload.kind in ("replay", "conventional", "with convolution")
+    has_conventional = workload.kind in ("replay", "conventional")
     conventional = traffic.conventional_bytes(m, replay, cases.ACTIVATION_DTYPE, batch_size=case.batch_size)
     limit = num_bytes.total / copy_bandwidth
     return Measurement(
@@ -166,6 +174,6 @@ def summarize(
         share_of_copy=num_bytes.total / timing.seconds / copy_bandwidth,
         limit_us=1e6 * limit,
         time_over_limit=timing.seconds / limit,
-        conventional_limit_us=1e6 * conventional.total / copy_bandwidth if is_step else None,
+        conventional_limit_us=1e6 * conventional.total / copy_bandwidth if has_conventional else None,
         output_error=output_error,
     )

@@ -66,7 +66,8 @@ def curves(measurements: Sequence[Measurement]) -> dict[tuple[str, str], dict[st
 
     All curves of a panel have one denominator, ours, so that the lower of two is the faster.
     """
-    limits = {_case(m): m.limit_us for m in measurements if m.implementation in OURS or m.kind == "convolution"}
+    own_work = ("convolution", "with convolution")
+    limits = {_case(m): m.limit_us for m in measurements if m.implementation in OURS or m.kind in own_work}
     found: dict[tuple[str, str], dict[str, Points]] = {}
     for m in measurements:
         if _case(m) in limits:
@@ -83,6 +84,7 @@ def _work(m: Measurement) -> str:
     if m.kind == "convolution":
         return f"convolution, T = {m.window}"
     window = f"prefill of {m.window}" if m.kind == "prefill" else f"T = {m.window}"
+    window += ", with convolution" if m.kind == "with convolution" else ""
     return f"{m.state_dtype} state, {window}"
 
 

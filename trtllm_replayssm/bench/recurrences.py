@@ -190,6 +190,10 @@ class Packed:
         """Return one set's output of the convolution, [B, T, conv_dim]."""
         return self._conv_output[index]
 
+    def conv_input(self, index: int) -> Tensor:
+        """Return the channels that one set's convolution reads, [B, T, conv_dim], a view."""
+        return self.recurrence.conv_input(self._in_proj_output[index])
+
     def inputs(self, index: int) -> dict[str, Tensor]:
         """Return one set's inputs by the op's names, all of them views."""
         return self.recurrence.inputs(self._conv_output[index], self._in_proj_output[index])

@@ -12,7 +12,7 @@ OURS: Final = (*REPLAY.values(), *PREFILL.values())
 """Our implementations that have peers."""
 
 
-Kind = Literal["replay", "conventional", "prefill", "convolution"]
+Kind = Literal["replay", "conventional", "prefill", "convolution", "with convolution"]
 
 
 class Measurement(Frozen):
@@ -20,7 +20,8 @@ class Measurement(Frozen):
 
     Attributes:
         implementation: what was launched.
-        kind: of the work: a replayed step, a step that writes a state per token, a prefill, the convolution.
+        kind: of the work: a replayed step, a step that writes a state per token, a prefill, the convolution, a
+            replayed step and the convolution before it.
         launch_settings: those of a peer, the fastest of what was tried; None where nothing is to choose.
         shape: name of the shape.
         geometry: the shape.
@@ -125,7 +126,7 @@ class KernelReport(Frozen):
         failures: peers that were left out.
     """
 
-    format: Literal["trtllm-replayssm bench kernels 3"] = "trtllm-replayssm bench kernels 3"
+    format: Literal["trtllm-replayssm bench kernels 4"] = "trtllm-replayssm bench kernels 4"
     command: str
     machine: Machine
     copy_gigabytes_per_s: float

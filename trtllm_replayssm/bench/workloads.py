@@ -16,6 +16,7 @@ from trtllm_replayssm import ops
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.gate import (
+    OUTPUT_BOUND,
     STATE_BOUNDS,
     relative_error,
     require,
@@ -67,6 +68,7 @@ class ReplayStep:
     """
 
     kind: Kind = "replay"
+    output_bound = OUTPUT_BOUND
 
     def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
         m, replay, batch = case.geometry, case.replay, case.batch_size
@@ -89,7 +91,7 @@ class ReplayStep:
             flush_fraction=self.flush_fraction,
             mean_pending=self.mean_pending,
         )
-        packed = Packed(case, self.num_sets, device)
+        self._packed = packed = Packed(case, self.num_sets, device)
         self._weights, self._pools = packed.weights, self._recurrence.pools(replay, slots, device)
         lengths = [
             torch.from_numpy(values).to(device).view(self.num_steps, self.num_sets, batch).unbind()
@@ -112,12 +114,18 @@ class ReplayStep:
             for index in range(self.num_sets)
         ]
 
+    @property
+    def _op(self) -> Callable[..., Tensor]:
+        return self._recurrence.op
+
+    @property
+    def _kernel(self) -> Callable[..., Tensor]:
+        return self._recurrence.kernel
+
     def launch(self, step: int, index: int) -> Tensor:
         """Launch one step of one set."""
         replay = self._case.replay
-        return self._recurrence.kernel(
-            self._tensors(step, index), history=replay.history, max_draft_len=replay.max_draft_len
-        )
+        return self._kernel(self._tensors(step, index), history=replay.history, max_draft_len=replay.max_draft_len)
 
     def check(self) -> float:
         """Compare some rows with the CPU op: with a flush and without, of one launch if it has both."""
@@ -130,13 +138,14 @@ class ReplayStep:
         is_flush = self._flushes[step, index * case.batch_size : (index + 1) * case.batch_size]
         rows = torch.from_numpy(telling_rows(is_flush))
         on_cpu = rows_on_cpu(tensors, rows, pools=self._pools, weights=self._weights)
-        run = partial(self._recurrence.op, history=replay.history, max_draft_len=replay.max_draft_len)
+        run = partial(self._op, history=replay.history, max_draft_len=replay.max_draft_len)
         expected, found = run(**on_cpu), run(**tensors)
         chosen = rows.to(found.device)
         slots = tensors["slot_ids"][chosen].long()
         state_error = relative_error(tensors["ssm_state"][slots], on_cpu["ssm_state"])
         require(f"{case}: checkpoint", state_error, STATE_BOUNDS[replay.state_dtype])
-        return require(f"{case}: output", relative_error(found[chosen].flatten(0, 1), expected.flatten(0, 1)))
+        output_error = relative_error(found[chosen].flatten(0, 1), expected.flatten(0, 1))
+        return require(f"{case}: output of {self.implementation}", output_error, self.output_bound)
 
     def _tensors(self, step: int, index: int) -> dict[str, Tensor]:
         past, checkpoint = self._lengths[step][index]

@@ -112,6 +112,24 @@ def conv_bytes(m: RecurrenceGeometry, window: int, dtype: str, *, batch_size: in
     )
 
 
+def with_conv_bytes(m: RecurrenceGeometry, replay: ReplayGeometry, dtype: str, step: LaunchBytes) -> LaunchBytes:
+    """Return what a replayed step and the convolution before it move, the convolution's results not counted.
+
+    Args:
+        m: shape of the layer.
+        replay: window and state type.
+        dtype: activation type.
+        step: what the step moves by itself, as ``replay_bytes`` counts it.
+    """
+    row = m.conv_dim * DTYPE_BYTES[dtype]
+    batch_size = step.state_read / layer_checkpoint_bytes(m, replay.state_dtype)
+    return step._replace(
+        ring_read=step.ring_read + batch_size * (m.d_conv - 1) * row,
+        ring_written=step.ring_written + batch_size * replay.window * row,
+        weights=step.weights + (m.d_conv + 1) * row,
+    )
+
+
 def _window_bytes(m: RecurrenceGeometry, dtype: str) -> tuple[int, int]:
     """Return the bytes of one token's inputs (x, B, C and dt, or q, k, v, a and b), and of its outputs."""
     size = DTYPE_BYTES[dtype]

@@ -2,6 +2,7 @@
 #pragma once
 #include "causal_conv1d/params.h"
 #include "common/copy.cuh"
+#include "common/silu.cuh"
 
 namespace replay {
 
@@ -93,12 +94,6 @@ __device__ inline Taps load_taps(const CausalConv1dParams& params, int channel) 
 __device__ inline void prefetch_taps(const CausalConv1dParams& params, int channel) {
   ptx::prefetch_line(weight_of(params, channel));
   if (params.bias != nullptr) ptx::prefetch_line(bias_of(params, channel));
-}
-
-// x / (1 + exp(-x)) by the hardware's functions: within some units in the last place of fp32.
-__device__ inline float silu(float x) {
-  constexpr float LOG2_E = 1.4426950408889634f;
-  return x * ptx::reciprocal(1.0f + ptx::exp2(-LOG2_E * x));
 }
 
 // y = activation(bias + sum over taps) of TOKENS tokens, in fp32, rounded once. `inputs` are the D_CONV - 1 tokens

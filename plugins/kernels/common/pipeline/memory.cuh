@@ -25,15 +25,16 @@ struct BufferAddress {
   __device__ Chunk& chunk() const { return *at<Chunk>(CHUNK_OFFSET); }
 };
 
-// STAGE_WARPS warps consume each stage; Buffer is a BufferAddress.
-template <typename Buffer, int STAGE_BYTES, int STAGE_WARPS, int LOADERS>
+// STAGE_WARPS warps consume each stage; Buffer is a BufferAddress. FURTHER barriers of each buffer count the warps of a
+// team.
+template <typename Buffer, int STAGE_BYTES, int STAGE_WARPS, int LOADERS, int FURTHER = 0>
 struct PipelineMemory {
   unsigned char* base;
   uint32_t address;
 
   static constexpr int BUFFERS = NUM_STAGES * STAGE_BYTES;
   static constexpr int BARRIERS = BUFFERS + CHUNK_BUFFERS * Buffer::BYTES;
-  static constexpr int NUM_BARRIERS = 2 * NUM_STAGES + (3 + LOADERS) * CHUNK_BUFFERS;
+  static constexpr int NUM_BARRIERS = 2 * NUM_STAGES + (3 + LOADERS + FURTHER) * CHUNK_BUFFERS;
   static constexpr int BYTES = (BARRIERS + 8 * NUM_BARRIERS + 15) / 16 * 16;
   static_assert(BYTES == DYNAMIC_SHARED_BYTES, "the shape of the pipeline counts shared memory differently");
 
@@ -53,6 +54,7 @@ struct PipelineMemory {
   __device__ uint32_t is_chunk_weighed(int buffer) const { return chunk_barrier(1, buffer); }
   __device__ uint32_t is_chunk_free(int buffer) const { return chunk_barrier(2, buffer); }
   __device__ uint32_t is_loaded(int loader, int buffer) const { return chunk_barrier(3 + loader, buffer); }
+  __device__ uint32_t further_barrier(int kind, int buffer) const { return chunk_barrier(3 + LOADERS + kind, buffer); }
 
   __device__ void init_barriers() const {
     for (int stage = 0; stage < NUM_STAGES; ++stage) {
@@ -63,6 +65,7 @@ struct PipelineMemory {
       ptx::barrier_init(is_chunk_known(buffer), 1);
       // Each lane of a loader warp when its copies have come.
       for (int loader = 0; loader < LOADERS; ++loader) ptx::barrier_init(is_loaded(loader, buffer), WARP_SIZE);
+      for (int kind = 0; kind < FURTHER; ++kind) ptx::barrier_init(further_barrier(kind, buffer), TEAM_WARPS);
       ptx::barrier_init(is_chunk_weighed(buffer), TEAM_WARPS);
       ptx::barrier_init(is_chunk_free(buffer), NUM_CONSUMERS + TEAM_WARPS);
     }

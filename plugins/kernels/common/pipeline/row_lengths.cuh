@@ -25,6 +25,10 @@ struct RowLengths {
   // the state. Without a flush the pending ones and a window are at most HISTORY.
   __device__ int first() const { return is_flush() ? pending : 0; }
   __device__ int live() const { return is_flush() ? 0 : pending; }
+  // The window's first position; within 31 bits for lengths that break the protocol, too.
+  __device__ int past() const {
+    return static_cast<int>((static_cast<uint32_t>(checkpoint) + static_cast<uint32_t>(pending)) & 0x7fffffffu);
+  }
 };
 
 // When lengths are read: after wait_for_previous(), or before it as a guess of what they will be.

@@ -179,8 +179,9 @@ __device__ inline void append_rows(const ChunkTensors& tensors, ChunkBuffer buff
 }
 
 // One chunk, of which dt is there.
-__device__ inline void weigh_chunk(const ChunkTensors& tensors, const PipelineShared& shared, int warp,
-                                   const Turn<CHUNK_BUFFERS>& turn) {
+template <typename ConvolutionPart>
+__device__ inline void weigh_chunk(const ChunkTensors& tensors, ConvolutionPart& convolution,
+                                   const PipelineShared& shared, int warp, const Turn<CHUNK_BUFFERS>& turn) {
   const Chunk& chunk = tensors.chunk;
   const ChunkBuffer buffer = shared.buffer(turn.index());
   // A half warp without a head goes along: sums and products need all lanes.
@@ -188,7 +189,8 @@ __device__ inline void weigh_chunk(const ChunkTensors& tensors, const PipelineSh
   const bool is_head = own_head == head, is_active = chunk.lengths.is_active(), is_flush = chunk.lengths.is_flush();
   const HeadTimes times(tensors, buffer, head);
   if (is_active && is_flush && is_head) weigh_fold(chunk.lengths, buffer, times, head);
-  ptx::barrier_wait(shared.is_loaded(BC_LOADER, turn.index()), turn.parity());
+  convolution.make_B_and_C(shared, turn);
+  ptx::barrier_wait(shared.is_ready(BC_LOADER, turn.index()), turn.parity());
   if (is_active) weigh_outputs(chunk.lengths, buffer, Scores(chunk.lengths, buffer), times, head, is_head);
   __syncwarp();
   if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_weighed(turn.index()));
@@ -196,7 +198,9 @@ __device__ inline void weigh_chunk(const ChunkTensors& tensors, const PipelineSh
 }
 
 // Teams of warps take the chunks in turn.
-__device__ inline void weigh(const Mamba2Params& params, const PipelineShared& shared, int weigher) {
+template <typename Convolution>
+__device__ inline void weigh(const Mamba2Params& params, const Convolution& convolution, const PipelineShared& shared,
+                             int weigher) {
   const int warp = weigher % TEAM_WARPS;
   Turn<CHUNK_BUFFERS> turn(weigher / TEAM_WARPS);
 #pragma unroll 1
@@ -205,9 +209,11 @@ __device__ inline void weigh(const Mamba2Params& params, const PipelineShared& s
     const ChunkBuffer buffer = shared.buffer(turn.index());
     const Chunk chunk = buffer.chunk();
     if (chunk.num_heads == 0) return;
+    typename Convolution::Part part(convolution, chunk, warp);
     ptx::barrier_wait(shared.is_loaded(TIMES_LOADER, turn.index()), turn.parity());
-    weigh_chunk({params, chunk}, shared, warp, turn);
-    ptx::barrier_wait(shared.is_loaded(X_LOADER, turn.index()), turn.parity());
+    weigh_chunk({params, chunk}, part, shared, warp, turn);
+    part.make_x(shared, turn);
+    ptx::barrier_wait(shared.is_ready(X_LOADER, turn.index()), turn.parity());
     if (chunk.lengths.is_active()) append_rows({params, chunk}, buffer, warp);
     __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(turn.index()));

@@ -32,6 +32,8 @@ constexpr int FOLD_DECAY = ROW_GROUPS * MMA_TOKENS;  // the checkpoint's, after 
 // Loader warps, by what each brings: dt and the heads' constants A, D and dt_bias; x; B and C.
 enum Loader : int { TIMES_LOADER, X_LOADER, BC_LOADER, NUM_LOADERS };
 constexpr int NUM_CONSTANTS = 3;
+// Do x, B and C come raw, before their convolution?
+constexpr bool HAS_CONVOLUTION = IS_RAW != 0;
 
 static_assert(sizeof(ACTIVATION_TYPE) == 2 && D_STATE == 128, "the fragments are laid out for these");
 static_assert(ROW_GROUPS <= 2 && WINDOW <= 8, "pending rows fill two products' depth, tokens their columns");
@@ -77,6 +79,16 @@ struct ChunkBuffer : BufferAddress<ChunkOffsets::CHUNK> {
 };
 
 using HeadPlan = ChunkPlan<N_HEADS>;
-using PipelineShared = PipelineMemory<ChunkBuffer, TILE_BYTES, 1, NUM_LOADERS>;
+constexpr int NUM_CONVOLVED = HAS_CONVOLUTION ? 2 : 0;
+using Memory = PipelineMemory<ChunkBuffer, TILE_BYTES, 1, NUM_LOADERS, NUM_CONVOLVED>;
+
+struct PipelineShared : Memory {
+  using Memory::Memory;
+
+  // What a loader brings is as the step needs it: dt when it is there, x, B and C when they are convolved as well.
+  __device__ uint32_t is_ready(Loader loader, int buffer) const {
+    return HAS_CONVOLUTION && loader >= X_LOADER ? further_barrier(loader - X_LOADER, buffer) : is_loaded(loader, buffer);
+  }
+};
 
 }  // namespace replay

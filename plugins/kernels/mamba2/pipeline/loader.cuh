@@ -59,8 +59,9 @@ __device__ inline void load_times(const ChunkTensors& tensors, ChunkBuffer buffe
 }
 
 // The loader with the least to bring takes the chunks.
-__device__ inline void load(const Mamba2Params& params, const PipelineShared& shared, const HeadPlan& plan,
-                            Loader loader) {
+template <typename Convolution>
+__device__ inline void load(const Mamba2Params& params, const Convolution& convolution, const PipelineShared& shared,
+                            const HeadPlan& plan, Loader loader) {
   if (loader == TIMES_LOADER) {
     take_chunks(params, shared, plan, loader,
                 [&](const Chunk& chunk, ChunkBuffer buffer) { load_times({params, chunk}, buffer); });
@@ -70,6 +71,7 @@ __device__ inline void load(const Mamba2Params& params, const PipelineShared& sh
     const ChunkTensors tensors{params, chunk};
     if (loader == X_LOADER) load_x_rows(tensors, buffer);
     if (loader == BC_LOADER) load_B_and_C_rows(tensors, buffer);
+    convolution.prefetch_history(chunk, loader);
   });
 }
 

@@ -160,10 +160,10 @@ struct ConsumerTurn {
 
 // What a consumer waits for after B and C.
 struct ChunkWait {
-  uint32_t is_weighed, is_x_loaded, parity;
+  uint32_t is_weighed, is_x_ready, parity;
 
   __device__ void wait() const {
-    ptx::barrier_wait(is_x_loaded, parity);
+    ptx::barrier_wait(is_x_ready, parity);
     ptx::barrier_wait(is_weighed, parity);
   }
 };
@@ -220,8 +220,8 @@ __device__ inline void consume(const Mamba2Params& params, const PipelineShared&
     ptx::barrier_wait(shared.is_chunk_known(chunk_turn.index()), chunk_turn.parity());
     const Chunk& chunk = buffer.chunk();  // where it stands: registers are few
     if (chunk.num_heads == 0) return;
-    ptx::barrier_wait(shared.is_loaded(BC_LOADER, chunk_turn.index()), chunk_turn.parity());
-    const ChunkWait rest{shared.is_chunk_weighed(chunk_turn.index()), shared.is_loaded(X_LOADER, chunk_turn.index()),
+    ptx::barrier_wait(shared.is_ready(BC_LOADER, chunk_turn.index()), chunk_turn.parity());
+    const ChunkWait rest{shared.is_chunk_weighed(chunk_turn.index()), shared.is_ready(X_LOADER, chunk_turn.index()),
                          chunk_turn.parity()};
     const ChunkTensors tensors{params, chunk};
     if (chunk.lengths.is_active() && chunk.lengths.is_flush()) {

@@ -33,12 +33,15 @@ __device__ inline void prefetch_rows(const ChunkTensors& tensors) {
 
 // The producer's warp, while the kernel before this one may still run: bring the block's first chunk to the cache, by a
 // guess of the lengths; token rows first, behind the tiles they would come late.
-__device__ inline void prefetch_first_chunk(const Mamba2Params& params, const HeadPlan& plan) {
+template <typename Convolution>
+__device__ inline void prefetch_first_chunk(const Mamba2Params& params, const HeadPlan& plan,
+                                            const Convolution& convolution) {
   const RawLengths guess = RawLengths::read<Reading::GUESS>(params, plan.row_of(blockIdx.x));
   const Chunk chunk = plan.at(blockIdx.x, guess.clamped(params, plan.ring));
   if (!chunk.lengths.is_active()) return;
   const ChunkTensors tensors{params, chunk};
   prefetch_rows(tensors);
+  convolution.prefetch(chunk);
   __syncwarp();
   if (threadIdx.x % WARP_SIZE == 0 && chunk.lengths.has_state()) {
     ptx::prefetch_bulk(tensors.state(), tensors.num_tiles() * TILE_BYTES);
