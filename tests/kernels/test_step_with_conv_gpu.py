@@ -46,16 +46,16 @@ def require_the_bits_of_both(step: Any, run: Callable[..., Tensor] = ops.mamba2_
     assert_same_bits(found, run(**found), expected, expected_y)
 
 
-@pytest.mark.parametrize("case", PIPELINED, ids=lambda case: case.name)
-def test_one_launch_gives_the_bits_of_two(case: Mamba2Case, roles: list[str]) -> None:
-    require_the_bits_of_both(a_step(case, 9, 2, has_bias=case.window > 1))
-    assert roles[-1] == "step_with_conv" and len(roles) == 3
-
-
 def in_one_launch(*, history: int, max_draft_len: int, **tensors: Any) -> Tensor:
     kernel = launch_with_conv.find_kernel(tensors, history=history, max_draft_len=max_draft_len)
     assert kernel is not None
     return launch_with_conv.launch_step(kernel, tensors)
+
+
+@pytest.mark.parametrize("case", PIPELINED, ids=lambda case: case.name)
+def test_one_launch_gives_the_bits_of_two(case: Mamba2Case, roles: list[str]) -> None:
+    require_the_bits_of_both(a_step(case, 9, 2, has_bias=case.window > 1), in_one_launch)
+    assert roles[-1] == "step_with_conv" and len(roles) == 3
 
 
 @pytest.mark.parametrize("window", [1, 4])
