@@ -61,10 +61,18 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other() -> None:
         requests = [decoding_request(4 + slot, slot) for slot in range(3)]
         verdicts = judge(decode_plan(requests, [(3,), (draft,), (9,)]), logits)
         assert [verdict.error is not None for verdict in verdicts] == [False, is_refused, False]
-        assert [verdict.new_token_ids for verdict in verdicts] == [(3, 4), () if is_refused else (3,), (3,)]
+        assert [verdict.new_token_ids for verdict in verdicts] == [(3, 4), (3,), (3,)]
+        assert [verdict.num_accepted_tokens for verdict in verdicts] == [2, 1, 1]
         if is_refused:
             assert isinstance(verdicts[1].error, RequestError)
             assert re.search(r"request 5: .*not finite at position 5", verdicts[1].error.message)
+
+
+def test_without_a_first_token_nothing_of_a_window_stays() -> None:
+    logits = one_hot_logits([[3, 4]])
+    logits[0, 0] = float("nan")
+    (verdict,) = judge(decode_plan([decoding_request(0, 0)], [(3,)]), logits)
+    assert verdict.error is not None and (verdict.num_accepted_tokens, verdict.new_token_ids) == (0, ())
 
 
 def test_a_rule_that_fails_ends_its_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

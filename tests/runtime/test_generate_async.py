@@ -139,6 +139,16 @@ def test_a_full_queue_refuses_all_of_a_call(folder: Path, monkeypatch: pytest.Mo
         assert llm.generate([5], RULES).finished
 
 
+@pytest.mark.parametrize("count", [4, 10**9])
+def test_what_no_queue_can_ever_hold_is_refused_before_it_is_made(folder: Path, count: int) -> None:
+    scheduling = SchedulerConfig(max_queue_size=2)
+    rules = SamplingParams(max_tokens=1, n=count)
+    with LLM(folder, device="cpu", max_batch_size=1, max_seq_len=64, scheduler_config=scheduling) as llm:
+        with pytest.raises(QueueFullError, match=f"{count} new ones; needed at most 3.*Ask for fewer at a time"):
+            llm.generate([5], rules)
+        assert len(llm.generate([5], rules.model_copy(update={"n": 3})).outputs) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -15,6 +15,7 @@ import pytest
 
 from tests.runtime.exact_executor import MODEL, take_the_models_place
 from tests.runtime.gate import Gate
+from tests.runtime.helpers import ScriptedDrafter
 from trtllm_replayssm import LLM, KvCacheConfig, NGramDecodingConfig, RequestOutput, SamplingParams, SchedulerConfig
 from trtllm_replayssm.errors import ConfigError, ExecutorError, RequestError, ShutdownError
 from trtllm_replayssm.runtime.histogram import BOUNDS_S, Histogram
@@ -161,6 +162,40 @@ def test_other_prompts_of_a_call_run_to_their_ends_before_its_error_is_raised(op
             llm.generate([[5], [6]], RULES)
         # Slot 0 is the first request's, and free when the second one has come to an end.
         assert (llm.metrics()["num_failed"], llm.metrics()["num_requests"]) == (1, 1)
+
+
+@pytest.mark.parametrize("ends_before", [False, True], ids=["error", "stop"])
+def test_a_window_that_reaches_beyond_what_can_be_chosen_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, ends_before: bool
+) -> None:
+    """What precedes the place where no token can be chosen is kept, and may end the request before it."""
+    take_the_models_place(monkeypatch, lambda state: state % 11 == 0)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": 64}
+    rules = RULES.model_copy(update={"temperature": 0.0})
+    outputs, num_drafted = [], 0
+    with LLM(MODEL, max_batch_size=1, **options) as llm:
+        for prompt in range(5, 45):
+            handle = llm.generate_async([prompt], rules)
+            assert handle.wait(60) and handle.output is not None
+            outputs.append(handle.output)
+    failed = [o for o in outputs if o.error is not None and 2 <= len(o.outputs[0].token_ids)]
+    assert len(failed) > 5
+    # It proposes the right tokens and goes on where there are none.
+    script = {tuple(o.prompt_token_ids): [*tokens(o), 1, 1, 1, 1] for o in failed}
+    with LLM(MODEL, drafter=ScriptedDrafter(script, 3), **options) as llm:
+        for output in failed:
+            stop = tuple(tokens(output)[-1:] if ends_before else ())
+            handle = llm.generate_async(output.prompt_token_ids, rules.model_copy(update={"stop_token_ids": stop}))
+            assert handle.wait(60) and handle.output is not None
+            if ends_before:
+                at = tokens(output).index(stop[0]) + 1
+                assert (tokens(handle.output), handle.output.outputs[0].stop_reason) == (tokens(output)[:at], stop[0])
+                assert handle.error is None
+            else:
+                assert (tokens(handle.output), handle.output.outputs[0].finish_reason) == (tokens(output), "error")
+                num_drafted += len(tokens(output)) - 1
+        if not ends_before:
+            assert llm.metrics()["num_accepted_drafts"] >= num_drafted // 2
 
 
 def test_an_interrupted_call_leaves_free_slots_and_no_trace(open_llm: Callable[..., LLM]) -> None:

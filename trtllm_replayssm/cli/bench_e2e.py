@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
@@ -115,7 +116,10 @@ def e2e(
     modes = _chosen("mode", mode, get_args(Mode))
     states = _chosen("state_dtype", state_dtype or ["float32"], get_args(StateDtype))
     batches, drafts = batch_sizes or [1, 64, 256], max_draft_len or [0]
-    _check(batches, acceptance, num_steps, num_requests, arrival_rate)
+    _check(batches, acceptance, num_requests, arrival_rate)
+    for name, value, least in (("num_steps", num_steps, 1), ("context", context, 0), ("seed", seed, 0)):
+        if value < least:
+            raise ConfigError(f"{name}: found {value}; needed {least} or more.")
     prompts, outputs = parse_lengths("prompt_len", prompt_len), parse_lengths("output_len", output_len)
     geometry = models.model_named(model, num_layers)
     jobs = measure.plan(
@@ -169,18 +173,14 @@ def _chosen(option: str, values: list[str] | None, known: tuple[str, ...]) -> li
     return list(dict.fromkeys(values or known))
 
 
-def _check(
-    batches: Sequence[int], acceptance: float, num_steps: int, num_requests: int | None, arrival_rate: float | None
-) -> None:
+def _check(batches: Sequence[int], acceptance: float, num_requests: int | None, arrival_rate: float | None) -> None:
     if min(batches) < 1:
         raise ConfigError(f"batch_sizes: found {min(batches)}; needed 1 or more.")
     if not 0.0 <= acceptance <= 1.0:
         raise ConfigError(f"acceptance: found {acceptance}; needed a probability, 0 to 1.")
-    if num_steps < 1:
-        raise ConfigError(f"num_steps: found {num_steps}; needed 1 or more.")
     if num_requests is not None and num_requests < 1:
         raise ConfigError(f"num_requests: found {num_requests}; needed 1 or more.")
-    if arrival_rate is not None and arrival_rate <= 0.0:
+    if arrival_rate is not None and not 0.0 < arrival_rate < math.inf:
         raise ConfigError(f"arrival_rate: found {arrival_rate}; needed requests per second, above 0.")
 
 

@@ -140,31 +140,36 @@ def _verdict(
     if not row.is_sampled:
         return Verdict(len(row.token_ids), (), ())
     kept = count_accepted(row.drafts, tokens)
-    for index, logprob in enumerate(logprobs[:kept]):
-        if logprob != logprob:
-            return _refusal(
-                RequestError(
-                    f"request {row.request.request_id}: found logits that are not finite at position "
-                    f"{row.request.num_tokens + index}; needed finite ones. A float16 model may overflow: try dtype "
-                    f"'bfloat16' or 'float32'."
-                )
-            )
-    for token, rule in zip(tokens[:kept], rules, strict=False):
-        if rule.mask is not None and not (allows(rule.mask, token) and token not in rule.banned):
-            return _refusal(
-                RequestError(
-                    f"request {row.request.request_id}: found no token that guided_decoding and the other rules allow; "
-                    f"needed one. Bad words, bad_token_ids or min_tokens ban all that the grammar leaves."
-                )
-            )
-    # A prompt piece stays whole; of a decode window the newest token and the accepted drafts stay.
-    num_accepted = len(row.token_ids) - row.num_drafts + kept - 1
+    problems = (_problem(row, j, rules[j], tokens[j], logprobs[j]) for j in range(kept))
+    good, error = next(((j, problem) for j, problem in enumerate(problems) if problem is not None), (kept, None))
+    if error is not None and not good:
+        return _refusal(error)
+    # A prompt piece stays whole; of a decode window the newest token and the accepted drafts stay. The tokens before
+    # one that cannot be chosen are those that the request has without drafts, too, and one of them may be its end.
+    num_accepted = len(row.token_ids) - row.num_drafts + good - 1
     return Verdict(
         num_accepted,
-        tuple(tokens[:kept]),
-        tuple(logprobs[:kept]),
-        tuple(entries for entries in top[:kept] if entries is not None),
+        tuple(tokens[:good]),
+        tuple(logprobs[:good]),
+        tuple(entries for entries in top[:good] if entries is not None),
+        error,
     )
+
+
+def _problem(row: RowPlan, j: int, rule: TokenRule, token: int, logprob: float) -> RequestError | None:
+    """Return why the token chosen at a window position is none."""
+    name = f"request {row.request.request_id}"
+    if logprob != logprob:
+        return RequestError(
+            f"{name}: found logits that are not finite at position {row.request.num_tokens + j}; needed finite ones. "
+            f"A float16 model may overflow: try dtype 'bfloat16' or 'float32'."
+        )
+    if rule.mask is not None and not (allows(rule.mask, token) and token not in rule.banned):
+        return RequestError(
+            f"{name}: found no token that guided_decoding and the other rules allow; needed one. Bad words, "
+            f"bad_token_ids or min_tokens ban all that the grammar leaves."
+        )
+    return None
 
 
 def _refusal(error: RequestError) -> Verdict:

@@ -151,8 +151,8 @@ class LLM:
         self._name, self._executor, self._drafter = name, executor, drafter
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(self.geometry, executor.replay, is_conventional=executor.is_conventional)
-        cache = cache or KvCacheConfig()
-        self._serving = _make_serving_loop(executor, drafter, self._limits, self._recorder, scheduling, cache)
+        options = scheduling, cache or KvCacheConfig()
+        self._serving = _make_serving_loop(executor, drafter, self._limits, self._recorder, *options)
         self._next_id = 0
         self._lock = threading.Lock()
         # Also when nobody closes it, and when Python ends.
@@ -343,11 +343,12 @@ class LLM:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[RequestHandle]:
-        self._serving.check_open()
+        count = sum(rules.n for rules in params)
+        self._serving.check_room(count)  # before so many are made
         now = time.perf_counter()
         with self._lock:  # of the numbers alone: tokenising takes its time
             first_id = self._next_id
-            self._next_id += sum(rules.n for rules in params)
+            self._next_id += count
         handles = []
         for sequences in self._desk.requests(prompts, params, first_id):
             for request in sequences:

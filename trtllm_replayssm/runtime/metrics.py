@@ -177,8 +177,8 @@ class MetricsRecorder:
         with self._lock:
             for row, verdict, token_ids in zip(plan.rows, verdicts, appended, strict=True):
                 self._counters.num_generated_tokens += len(token_ids)
-                # The last of a verdict's tokens is the target's own; a sequence may also end before it.
-                drafts = max(0, len(verdict.new_token_ids) - 1)
+                # The last of a verdict's tokens is the target's own, where it has one; a sequence may also end before.
+                drafts = max(0, len(verdict.new_token_ids) - (verdict.error is None))
                 self._counters.num_accepted_drafts += min(drafts, len(token_ids))
                 if token_ids:
                     self._count_wait(row.request, len(token_ids), now)

@@ -172,8 +172,6 @@ class Scheduler:
 
     def _settle_row(self, row: RowPlan, verdict: Verdict) -> tuple[int, ...]:
         request, before = row.request, len(row.request.token_ids)
-        if verdict.error is not None:
-            request.end("error", verdict.error)
         tops = verdict.top_logprobs or (None,) * len(verdict.new_token_ids)
         for token_id, logprob, top in zip(verdict.new_token_ids, verdict.logprobs, tops, strict=True):
             if request.is_finished:
@@ -184,6 +182,8 @@ class Scheduler:
                 request.append(token_id, logprob, top)
             except Exception as error:  # noqa: BLE001 - the tokenizer's, whatever it raises: one request's trouble
                 request.end("error", RequestError(f"request {request.request_id}: its text failed: {error!r}."))
+        if verdict.error is not None and not request.is_finished:
+            request.end("error", verdict.error)
         if request.is_finished:
             self._release(request)
         return tuple(request.token_ids[before:])

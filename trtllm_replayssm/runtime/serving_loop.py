@@ -79,10 +79,11 @@ class ServingLoop:
         if self._loop.reuse is not None:
             self._loop.reuse.reset_metrics()
 
-    def check_open(self) -> None:
-        """Raise what a request would be refused with at once.
+    def check_room(self, count: int) -> None:
+        """Raise what so many requests would be refused with at once.
 
         Raises:
+            QueueFullError: there would be too many.
             ShutdownError: the loop was closed.
             ExecutorError: a step failed before.
         """
@@ -93,6 +94,13 @@ class ServingLoop:
                 f"generate: found an LLM whose executor has failed ({self._failure.message}); needed a healthy one. "
                 f"Make another."
             ) from self._failure
+        most = self._max_unfinished
+        if most is not None and self._num_unfinished + count > most:
+            way_out = "Try again later." if count <= most else "Ask for fewer at a time, or raise max_queue_size."
+            raise QueueFullError(
+                f"queue: found {self._num_unfinished} unfinished requests and {count} new ones; needed at most {most}, "
+                f"max_batch_size + max_queue_size. {way_out}"
+            )
 
     def submit(self, handles: Sequence[RequestHandle]) -> None:
         """Queue requests, all of them or none.
@@ -104,12 +112,7 @@ class ServingLoop:
         """
         count = sum(len(handle.sequences) for handle in handles)
         with self._letters:
-            self.check_open()
-            if self._max_unfinished is not None and self._num_unfinished + count > self._max_unfinished:
-                raise QueueFullError(
-                    f"queue: found {self._num_unfinished} unfinished requests and {count} new ones; needed at most "
-                    f"{self._max_unfinished}, max_batch_size + max_queue_size. Try again later."
-                )
+            self.check_room(count)
             self._num_unfinished += count
             self._arrivals.extend(handles)
             if self._thread is None:

@@ -140,7 +140,8 @@ class Verdict:
         new_token_ids: the tokens to append to the sequence: the accepted drafts and the target's own next token.
         logprobs: natural log-probability of each, under the model's logits.
         top_logprobs: for each of them the likeliest tokens at its place; empty where the request does not want them.
-        error: why no token could be chosen; it ends the request, and no other.
+        error: why no token could be chosen behind the new ones; it ends the request, unless one of these has, and no
+            other request.
     """
 
     num_accepted_tokens: int
