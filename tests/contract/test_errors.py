@@ -75,7 +75,8 @@ def test_a_users_options_are_refused_with_our_error(
 
 
 def test_what_tensorrt_llm_leaves_open_is_the_default() -> None:
-    always_given = {"max_tokens", "n", "ignore_eos", "skip_special_tokens"}
+    always_given = {"max_tokens", "n", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"}
+    always_given |= {"enable_block_reuse"}
     nothing: dict[str, Any] = dict.fromkeys(SamplingParams.model_fields.keys() - always_given)
     assert SamplingParams(**nothing) == SamplingParams()
     assert SamplingParams(bad="no", bad_token_ids=[3]) == SamplingParams(bad=("no",), bad_token_ids=(3,))  # type: ignore[arg-type]
