@@ -16,6 +16,7 @@ from trtllm_replayssm.builders.layers import flash_attention as flash
 from trtllm_replayssm.builders.models import hybrid
 from trtllm_replayssm.contract.geometry import AttentionGeometry
 from trtllm_replayssm.errors import RequestError
+from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.executors.step_graphs import StepGraphs
 
 
@@ -61,6 +62,16 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
     monkeypatch.setattr(hybrid, "is_flash", lambda geometry, dtype, device: True)
+    # As on CUDA, where the executor sees to it: no value cache begins with what is not finite.
+    allocate = pools.allocate
+
+    def zeros(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        states = allocate(*arguments)
+        for state in states:
+            state.zero_()
+        return states
+
+    monkeypatch.setattr(pools, "allocate", zeros)
     return calls
 
 
