@@ -25,7 +25,7 @@ ROLES: tuple[Role, ...] = ("step", "prefill")
 ``prefill`` longer ones. For some shapes, architectures and layouts ``pipelined_step`` does the work of ``step``; for
 windows of one token ``one_token_step`` does that of the convolution's. ``step_with_conv`` does the work of the
 convolution and of Mamba-2's step."""
-Kernel = Literal[Role, "chunked_prefill"]
+Kernel = Literal[Role, "chunked_prefill", "deep_chunked_prefill"]
 """A source file of that name. A role is the kernel of its own name, but for ``kernel()`` of a specialization."""
 
 MAX_ROWS = 65535

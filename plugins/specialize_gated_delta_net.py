@@ -32,6 +32,8 @@ _ROW_LANES = 16
 # Floats between staged rows of u beyond a slice, as in kernels/gated_delta_net/unit_rows.cuh.
 _U_PADDING = 4
 _CHUNK_SIZE = 32
+# Of the chunked prefills the first that has room runs.
+_CHUNKED: tuple[Kernel, ...] = ("deep_chunked_prefill", "chunked_prefill")
 # Bounds the registers: without it the compiler gives some of them up for more blocks, and keeps values on the stack.
 _BLOCKS_PER_SM = 3
 
@@ -128,12 +130,17 @@ class GatedDeltaNetSpecialization:
     @property
     def chunks(self) -> DeltaChunkShape | None:
         """The make-up of the chunked prefill; None where there is none for these constants."""
+        return self.chunks_of("chunked_prefill")
+
+    def chunks_of(self, kernel: Kernel) -> DeltaChunkShape | None:
+        """Return the make-up of one of the chunked prefills; None where there is none for these constants."""
         return chunk_shape_gated_delta_net.chunk_shape(
             n_value_heads=self.n_value_heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             activation_dtype=self.activation_dtype,
             state_dtype=self.state_dtype,
+            is_deep=kernel == "deep_chunked_prefill",
         )
 
     @property
@@ -156,8 +163,12 @@ class GatedDeltaNetSpecialization:
 
     def kernel(self, role: Role, architecture: str) -> Kernel:
         """Return the kernel that plays a role on an architecture."""
-        is_chunked = role == "prefill" and self.chunks is not None and self.chunks.fits(architecture)
-        return "chunked_prefill" if is_chunked else role
+        if role == "prefill":
+            for kernel in _CHUNKED:
+                chunks = self.chunks_of(kernel)
+                if chunks is not None and chunks.fits(architecture):
+                    return kernel
+        return role
 
     def launch_shape(self, kernel: Kernel) -> LaunchShape:
         """Return how a kernel is launched."""
@@ -165,8 +176,8 @@ class GatedDeltaNetSpecialization:
         if kernel == "pipelined_step":
             shape = self._require_pipeline()
             return LaunchShape(symbol, self.n_value_heads, shape.block_threads, shape.shared_bytes, is_persistent=True)
-        if kernel == "chunked_prefill":
-            chunks = self._require_chunks()
+        if kernel in _CHUNKED:
+            chunks = self._require_chunks(kernel)
             return LaunchShape(symbol, columns // chunks.slice_dim, chunks.block_threads, chunks.shared_bytes)
         shared = self._step_shared_bytes() if kernel == "step" else self._prefill_shared_bytes()
         return LaunchShape(symbol, columns // self.slice_dim, self.num_warps * WARP, shared)
@@ -187,8 +198,8 @@ class GatedDeltaNetSpecialization:
             "BLOCK_THREADS": str(shape.block_x),
             "DYNAMIC_SHARED_BYTES": str(shape.dynamic_shared_bytes),
         }
-        if kernel == "chunked_prefill":
-            return defines | self._require_chunks().defines()
+        if kernel in _CHUNKED:
+            return defines | self._require_chunks(kernel).defines()
         if kernel == "pipelined_step":
             return defines | self._require_pipeline().defines()
         return defines | {
@@ -205,13 +216,14 @@ class GatedDeltaNetSpecialization:
             )
         return self.pipeline
 
-    def _require_chunks(self) -> DeltaChunkShape:
-        if self.chunks is None:
+    def _require_chunks(self, kernel: Kernel) -> DeltaChunkShape:
+        chunks = self.chunks_of(kernel)
+        if chunks is None:
             raise UnsupportedError(
                 f"{self}: found no chunked prefill for these constants; needed bfloat16 activations, key_dim 64 or "
                 "128. Run the prefill kernel."
             )
-        return self.chunks
+        return chunks
 
     def _step_shared_bytes(self) -> int:
         """Count fp32 rows of keys, u, g and queries, beta and decay, two weights per pair of rows, fold weights."""

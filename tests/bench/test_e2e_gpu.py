@@ -39,8 +39,10 @@ def test_a_few_layers_of_true_shape_are_measured(
     assert not report.failures and len(report.steps) == len(report.serving) == 2
     for m in report.steps:
         assert m.breakdown is not None
-        for category in ("state", "conv", "GEMM", "sampling"):
+        for category in ("state", "GEMM", "sampling"):
             assert m.breakdown.us[category] > 0, category
+        # A step of Mamba-2 may convolve by itself.
+        assert m.breakdown.us["conv"] > 0 or name.startswith("nemotron")
         # Windows of several tokens may attend in matrix products.
         assert m.breakdown.us["attention"] > 0 or m.case.window > 1
         assert sum(m.breakdown.us.values()) == pytest.approx(m.breakdown.step_us)

@@ -73,7 +73,7 @@ def test_kernels_compile_without_spills(
     found = resources(build.compile_kernel(specialization, role, architecture))
     kernel = specialization.kernel(role, architecture)
     # Of the chunked prefill one address that is used after its loop may not fit.
-    assert found.stack_bytes <= (8 if kernel == "chunked_prefill" else 0)
+    assert found.stack_bytes <= (8 if kernel.endswith("chunked_prefill") else 0)
     shape = specialization.launch_shape(kernel)
     assert found.registers * shape.block_x <= 65536, "a block must fit on an SM"
     if specialization is NANO_9B and kernel in ("step", "prefill"):

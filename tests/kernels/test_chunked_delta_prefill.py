@@ -25,6 +25,7 @@ from tests.plugins.plugin_ops import gated_delta_net_specialization
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
 from trtllm_replayssm.plugins.loader import device_architecture
+from trtllm_replayssm.plugins.specialize import Kernel
 
 # Every key_dim, value_dim and state type; heads cut finely and coarsely; more pending rows than a chunk has tokens.
 CASES = (
@@ -60,7 +61,7 @@ def _runs_the_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         use(monkeypatch, Emulator(prefill="chunked_prefill"))
         return
     architecture = device_architecture(torch.cuda.current_device())
-    if gated_delta_net_specialization(parameters["case"]).kernel("prefill", architecture) != "chunked_prefill":
+    if gated_delta_net_specialization(parameters["case"]).kernel("prefill", architecture) == "prefill":
         pytest.skip(f"no chunked prefill for {parameters['case'].name} on {architecture}")
 
 
@@ -87,9 +88,15 @@ def test_prompts_of_any_length_around_the_borders_of_chunks(case: GatedDeltaNetC
         driver.assert_within_bounds()
 
 
+KERNELS: tuple[Kernel, ...] = ("chunked_prefill", "deep_chunked_prefill")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("is_descending", [False, True])
-def test_coarse_slices_follow_the_recurrence(is_descending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, Emulator(prefill="chunked_prefill", is_descending=is_descending))
+def test_coarse_slices_follow_the_recurrence(
+    is_descending: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, Emulator(prefill=kernel, is_descending=is_descending))
     driver = with_pending(WIDE, "cpu", seed=1)
     driver.run([Row(1, 3 * CHUNK + 7, 3 * CHUNK + 7)], 3 * CHUNK + 7)
     driver.assert_within_bounds()
@@ -223,12 +230,13 @@ def _shifted_by_one(part: torch.Tensor) -> torch.Tensor:
 
 def test_results_do_not_depend_on_the_order_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = []
-    for is_descending in (False, True):
-        use(monkeypatch, Emulator(prefill="chunked_prefill", is_descending=is_descending))
+    for is_descending, kernel in itertools.product((False, True), KERNELS):
+        use(monkeypatch, Emulator(prefill=kernel, is_descending=is_descending))
         driver = with_pending(CASES[2], "cpu", seed=8)
         o = driver.call([Row(1, 5 * CHUNK, 0)], driver.make_window([5 * CHUNK], 5 * CHUNK))
         outputs.append([bits(o), bits(driver.pools["ssm_state"])])
-    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    for other in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
 
 
 def test_lengths_that_break_the_protocol_stay_within_the_pools() -> None:

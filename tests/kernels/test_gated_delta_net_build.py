@@ -11,6 +11,7 @@ from tests.kernels.test_resources import GENERATIONS, PIPELINED, STATES, WINDOWS
 from tests.pairwise import Case, pairwise
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
 from trtllm_replayssm.plugins import build, specialize
+from trtllm_replayssm.plugins.chunk_shape import SHARED_BYTES
 from trtllm_replayssm.plugins.compile_image import kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
 from trtllm_replayssm.plugins.specialize import ROLES, constants_of
@@ -90,7 +91,7 @@ def test_a_history_shorter_than_the_window_is_refused() -> None:
 
 def test_an_image_carries_the_kernels_with_their_launch_table() -> None:
     cases: tuple[tuple[str, tuple[specialize.Kernel, ...]], ...] = (
-        ("bfloat16", ("step", "chunked_prefill", "pipelined_step")),
+        ("bfloat16", ("step", "deep_chunked_prefill", "pipelined_step")),
         ("float16", ("step", "prefill")),
     )
     for activation, kernels in cases:
@@ -115,8 +116,13 @@ def test_every_chunked_prefill_fits_in_its_architectures() -> None:
         assert columns in (32, 64) and shape.grid_x * columns == heads * value_dim
         assert shape.block_x == 32 * (columns // 16 * found.chunks.key_splits + found.chunks.num_solvers) == 224
         assert shape.dynamic_shared_bytes == found.chunks.shared_bytes <= 99 * 1024
+        deep = found.launch_shape("deep_chunked_prefill")
+        assert (deep.grid_x, deep.block_x) == (shape.grid_x, 256)
+        assert shape.dynamic_shared_bytes < deep.dynamic_shared_bytes <= 227 * 1024
         for architecture in GENERATIONS:
-            assert found.kernel("prefill", architecture) == "chunked_prefill"
+            is_deep = deep.dynamic_shared_bytes <= SHARED_BYTES[architecture]
+            assert is_deep or architecture not in ("sm_90a", "sm_100a")
+            assert found.kernel("prefill", architecture) == ("deep_" if is_deep else "") + "chunked_prefill"
             assert found.kernel("step", architecture) == "step"
     # One prompt of a model with 32 heads keeps a GPU of 132 multiprocessors busy, as one with 64 heads does.
     for heads in (32, 64):
@@ -134,14 +140,15 @@ def test_other_shapes_prefill_token_by_token(values: dict[str, object]) -> None:
 
 
 def test_as_many_blocks_of_the_chunked_prefill_as_it_says_have_room_on_a_multiprocessor() -> None:
-    for heads, state in itertools.product((32, 64), STATES):
+    for heads, state, architecture in itertools.product((32, 64), STATES, ("sm_80", "sm_90a")):
         shape = changed(n_value_heads=heads, state_dtype=state)
-        assert shape.chunks is not None
-        found = resources(build.compile_kernel(shape, "prefill", "sm_90a"))
+        chunks = shape.chunks_of(shape.kernel("prefill", architecture))
+        assert chunks is not None
+        found = resources(build.compile_kernel(shape, "prefill", architecture))
         # Warps of all blocks on each quarter of a multiprocessor; registers come in eights.
-        warps = -(-shape.chunks.min_blocks * shape.chunks.block_threads // 32 // 4)
+        warps = -(-chunks.min_blocks * chunks.block_threads // 32 // 4)
         assert -(-found.registers // 8) * 8 * 32 * warps <= 65536 // 4
-        assert shape.chunks.min_blocks * shape.chunks.shared_bytes <= 224 * 1024
+        assert chunks.min_blocks * chunks.shared_bytes <= 224 * 1024
 
 
 @pytest.mark.parametrize(
