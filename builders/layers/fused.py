@@ -36,13 +36,8 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """
     compiled = _compiled_at_call(function)
 
-    @wraps(function)
-    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        first = arguments[0]
-        assert isinstance(first, torch.Tensor), "the first argument says where and how wide"
-        if not is_worthwhile(first):
-            return function(*arguments, **options)
-        batch, seq_len = first.shape[:2]
+    def run_compiled(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        batch, seq_len = cast(torch.Tensor, arguments[0]).shape[:2]
         found = compiled(*(_flat(argument) for argument in arguments), **options)
         shaped = (
             tuple(torch.unflatten(tensor, 0, (batch, seq_len)) for tensor in found)
@@ -51,7 +46,7 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         )
         return cast(Result, shaped)
 
-    return run
+    return _where_worthwhile(function, run_compiled)
 
 
 def fused_for_any_size(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -65,16 +60,25 @@ def fused_for_any_size(function: Callable[Arguments, Result]) -> Callable[Argume
     """
     compiled = _compiled_at_call(function)
 
-    @wraps(function)
-    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        first = arguments[0]
-        assert isinstance(first, torch.Tensor), "the first argument says where and how much"
-        if not is_worthwhile(first):
-            return function(*arguments, **options)
+    def run_compiled(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(argument, tuple(range(argument.dim())))
         return compiled(*arguments, **options)
+
+    return _where_worthwhile(function, run_compiled)
+
+
+def _where_worthwhile(
+    function: Callable[Arguments, Result], run_compiled: Callable[Arguments, Result]
+) -> Callable[Arguments, Result]:
+    """Return the function, which its compiled form takes the place of where that pays."""
+
+    @wraps(function)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        first = arguments[0]
+        assert isinstance(first, torch.Tensor), "the first argument says where and how much"
+        return (run_compiled if is_worthwhile(first) else function)(*arguments, **options)
 
     return run
 

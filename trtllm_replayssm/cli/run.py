@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from trtllm_replayssm.cli.history_option import METAVAR, parse_history
-from trtllm_replayssm.cli.speculative_option import Source, speculative_config
+from trtllm_replayssm.cli.model_options import CheckpointDir, Device
+from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SamplingParams
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
@@ -72,12 +73,8 @@ def command(
         int | None,
         typer.Option("--max_draft_len", help="Most drafts of a step, with --speculative: by default 4, with mtp 1."),
     ] = None,
-    speculative_model: Annotated[
-        Path | None, typer.Option("--speculative_model", help="The smaller model's folder, with --speculative draft.")
-    ] = None,
-    fixed_draft_len: Annotated[
-        bool, typer.Option("--fixed_draft_len", help="Draft as much at every step, whether it pays or not.")
-    ] = False,
+    speculative_model: SpeculativeModel = None,
+    fixed_draft_len: FixedDraftLen = False,
     history: Annotated[
         str | None,
         typer.Option(
@@ -110,7 +107,7 @@ def command(
             "--dtype", metavar="<type>", help="Of the activations: auto (the model's), float32, float16 or bfloat16."
         ),
     ] = "auto",
-    device: Annotated[str, typer.Option("--device", metavar="<name>", help="auto, cpu, cuda or cuda:<n>.")] = "auto",
+    device: Device = "auto",
     max_batch_size: Annotated[
         int | None,
         typer.Option(
@@ -133,9 +130,7 @@ def command(
             f"{_OR_ENGINE.format(defaults.MAX_NUM_TOKENS)}",
         ),
     ] = None,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option("--checkpoint_dir", help="The weights of an engine folder that has none.")
-    ] = None,
+    checkpoint_dir: CheckpointDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     eager: Annotated[
         bool, typer.Option("--eager", help="Decode operation by operation on a GPU, without CUDA graphs.")

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from trtllm_replayssm.cli.history_option import METAVAR, parse_history
-from trtllm_replayssm.cli.speculative_option import Source, speculative_config
+from trtllm_replayssm.cli.model_options import CheckpointDir, Device
+from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, ReplayConfig, SchedulerConfig
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import BackendError, ConfigError
@@ -54,12 +55,8 @@ def command(
     max_draft_len: Annotated[
         int | None, typer.Option("--max_draft_len", help="Most drafts of a step, with --speculative.")
     ] = None,
-    speculative_model: Annotated[
-        Path | None, typer.Option("--speculative_model", help="The smaller model's folder, with --speculative draft.")
-    ] = None,
-    fixed_draft_len: Annotated[
-        bool, typer.Option("--fixed_draft_len", help="Draft as much at every step, whether it pays or not.")
-    ] = False,
+    speculative_model: SpeculativeModel = None,
+    fixed_draft_len: FixedDraftLen = False,
     max_batch_size: Annotated[
         int | None, typer.Option("--max_batch_size", help="Slots: sequences that run at a time. By default what fits.")
     ] = None,
@@ -91,10 +88,8 @@ def command(
     dtype: Annotated[
         Literal["auto", ActivationDtype], typer.Option("--dtype", metavar="<type>", help="Of the activations.")
     ] = "auto",
-    device: Annotated[str, typer.Option("--device", metavar="<name>", help="auto, cpu, cuda or cuda:<n>.")] = "auto",
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option("--checkpoint_dir", help="The weights of an engine folder that has none.")
-    ] = None,
+    device: Device = "auto",
+    checkpoint_dir: CheckpointDir = None,
     eager: Annotated[bool, typer.Option("--eager", help="Decode without CUDA graphs.")] = False,
 ) -> None:
     """Serve a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics."""

@@ -1,7 +1,9 @@
 """The options of speculation, which depend on where the drafts come from."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from trtllm_replayssm.config import (
     DecodingConfig,
@@ -13,6 +15,12 @@ from trtllm_replayssm.config import (
 from trtllm_replayssm.errors import ConfigError
 
 Source = Literal["ngram", "mtp", "draft"]
+SpeculativeModel = Annotated[
+    Path | None, typer.Option("--speculative_model", help="The smaller model's folder, with --speculative draft.")
+]
+FixedDraftLen = Annotated[
+    bool, typer.Option("--fixed_draft_len", help="Draft as much at every step, whether it pays or not.")
+]
 
 _CONFIGS: dict[Source, type[DecodingConfig]] = {
     "ngram": NGramDecodingConfig,

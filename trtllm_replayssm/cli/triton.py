@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from trtllm_replayssm.cli.model_options import CheckpointDir
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 
 
@@ -71,9 +72,7 @@ def command(
     speculative_model: Annotated[
         Path | None, typer.Option("--speculative_model", help="The draft model's folder, with --speculative draft.")
     ] = None,
-    checkpoint_dir: Annotated[
-        Path | None, typer.Option("--checkpoint_dir", help="The weights of an engine folder that has none.")
-    ] = None,
+    checkpoint_dir: CheckpointDir = None,
     cancellation_check_period_ms: Annotated[
         int | None,
         typer.Option("--cancellation_check_period_ms", help="How often cancelled requests are looked for: 100 ms."),
