@@ -127,11 +127,6 @@ class GatedDeltaNetSpecialization:
     def _columns_per_warp(self) -> int:
         return WARP // _ROW_LANES * VECTOR_BYTES // DTYPE_BYTES[self.state_dtype]
 
-    @property
-    def chunks(self) -> DeltaChunkShape | None:
-        """The make-up of the chunked prefill; None where there is none for these constants."""
-        return self.chunks_of("chunked_prefill")
-
     def chunks_of(self, kernel: Kernel) -> DeltaChunkShape | None:
         """Return the make-up of one of the chunked prefills; None where there is none for these constants."""
         return chunk_shape_gated_delta_net.chunk_shape(

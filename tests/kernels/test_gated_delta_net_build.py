@@ -111,11 +111,12 @@ def test_an_image_carries_the_kernels_with_their_launch_table() -> None:
 def test_every_chunked_prefill_fits_in_its_architectures() -> None:
     for key_dim, value_dim, state, heads in itertools.product((64, 128), range(32, 257, 32), STATES, (16, 32, 48, 64)):
         found = changed(key_dim=key_dim, value_dim=value_dim, state_dtype=state, n_value_heads=heads)
-        assert found.chunks is not None
-        shape, columns = found.launch_shape("chunked_prefill"), found.chunks.slice_dim
+        chunks = found.chunks_of("chunked_prefill")
+        assert chunks is not None
+        shape, columns = found.launch_shape("chunked_prefill"), chunks.slice_dim
         assert columns in (32, 64) and shape.grid_x * columns == heads * value_dim
-        assert shape.block_x == 32 * (columns // 16 * found.chunks.key_splits + found.chunks.num_solvers) == 224
-        assert shape.dynamic_shared_bytes == found.chunks.shared_bytes <= 99 * 1024
+        assert shape.block_x == 32 * (columns // 16 * chunks.key_splits + chunks.num_solvers) == 224
+        assert shape.dynamic_shared_bytes == chunks.shared_bytes <= 99 * 1024
         deep = found.launch_shape("deep_chunked_prefill")
         assert (deep.grid_x, deep.block_x) == (shape.grid_x, 256)
         assert shape.dynamic_shared_bytes < deep.dynamic_shared_bytes <= 227 * 1024
@@ -134,7 +135,7 @@ def test_every_chunked_prefill_fits_in_its_architectures() -> None:
 )
 def test_other_shapes_prefill_token_by_token(values: dict[str, object]) -> None:
     found = changed(**values, gate_dtype="float32")
-    assert found.chunks is None and found.kernel("prefill", "sm_90a") == "prefill"
+    assert found.chunks_of("chunked_prefill") is None and found.kernel("prefill", "sm_90a") == "prefill"
     with pytest.raises(UnsupportedError, match="no chunked prefill"):
         found.launch_shape("chunked_prefill")
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from trtllm_replayssm.cli.model_options import CheckpointDir
+from trtllm_replayssm.cli.speculative_option import Source
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 
 
@@ -65,7 +66,7 @@ def command(
         StateDtype | None, typer.Option("--state_dtype", metavar="<type>", help="Of the recurrent state.")
     ] = None,
     speculative: Annotated[
-        Literal["ngram", "mtp", "draft"] | None,
+        Source | None,
         typer.Option("--speculative", metavar="<source>", help="Where drafts come from: ngram, mtp or draft."),
     ] = None,
     max_draft_len: Annotated[int | None, typer.Option("--max_draft_len", help="Most drafts of a step.")] = None,
