@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
+from trtllm_replayssm.builders import onnx_ops
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE
@@ -87,7 +88,7 @@ def export(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
             by_role[spec.role].append(_traced_tensor(spec))
             dynamic[spec.role].append({axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)})
         network = _Network(create_model(geometry, replay), [spec.name for spec in weight_specs(geometry)])
-    with _quiet():
+    with _quiet(), onnx_ops.exporting():
         program = torch.onnx.export(
             network,
             (*by_role["step"], tuple(by_role["state"]), tuple(by_role["weight"])),

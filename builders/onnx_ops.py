@@ -3,7 +3,8 @@
 Each function returns tensors of the right type and shape for tracing; nothing is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -19,9 +20,24 @@ ACTIVATIONS = {None: 0, "silu": 1}
 TENSORRT_HINT = "TRT_decomposable"
 
 
+# Ours, since torch.compiler.is_exporting() is also true in what torch 2.11 compiles.
+_is_exporting = False
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Let the modules emit nodes for ONNX instead of running."""
+    global _is_exporting
+    _is_exporting = True
+    try:
+        yield
+    finally:
+        _is_exporting = False
+
+
 def is_exporting() -> bool:
     """Say whether the modules are being traced for ONNX rather than run."""
-    return torch.compiler.is_exporting()
+    return _is_exporting
 
 
 def causal_conv1d(

@@ -1,6 +1,6 @@
 """Shared test set-up: the ``gpu`` marker skips, visibly, where there is no CUDA device, and nowhere else.
 
-Failures are named as they happen, too: the summary of a run that a time limit ends is lost.
+Failures are shown as they happen, too: the summary of a run that a time limit ends is lost.
 """
 
 from collections.abc import Generator
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _FailuresAtOnce:
-    """Writes the name of each test that fails; with xdist the tests of all processes are reported to one."""
+    """Writes each test that fails, and where; with xdist the tests of all processes are reported to one."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._reporter = config.pluginmanager.get_plugin("terminalreporter")
@@ -32,6 +32,7 @@ class _FailuresAtOnce:
         if report.failed and self._reporter is not None:
             self._reporter.ensure_newline()
             self._reporter.write_line(f"{report.nodeid} failed in its {report.when}")
+            self._reporter.write_line(report.longreprtext)
 
 
 @pytest.hookimpl(trylast=True)

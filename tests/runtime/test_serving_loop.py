@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.runtime.exact_executor import MODEL, take_the_models_place
 from tests.runtime.gate import Gate
@@ -259,6 +260,14 @@ def test_requests_that_the_loop_did_not_take_in_end_with_the_error(
             with pytest.raises(ExecutorError, match="ZeroDivisionError"):
                 handle.result(timeout=60)
         assert llm.metrics()["num_failed"] == 5
+
+
+def test_a_worker_that_cannot_begin_ends_its_requests(open_llm: Callable[..., LLM]) -> None:
+    with open_llm() as llm:
+        llm._executor.device = torch.device("cuda")  # without an index: no thread can take it
+        with pytest.raises(ExecutorError, match="ValueError in a step"):
+            llm.generate_async([5], RULES).result(timeout=60)
+        assert not llm.is_healthy
 
 
 def test_who_stops_waiting_aborts_nothing_and_leaves_nothing(

@@ -179,8 +179,9 @@ def planned_bytes(folder: Path, options: settings.Options) -> int:
 
 
 def _device(name: str) -> torch.device:
+    """Return the device of a name; a CUDA device with its index, for the current one is a setting of each thread."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -191,6 +192,8 @@ def _device(name: str) -> torch.device:
         raise ConfigError(
             f"device: found {name!r}; needed one of this machine's {torch.cuda.device_count()} CUDA devices. Use 'cpu'."
         )
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 

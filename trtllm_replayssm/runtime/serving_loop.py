@@ -140,9 +140,9 @@ class ServingLoop:
             thread.join()
 
     def _run(self) -> None:
-        if self._executor.device.type == "cuda":
-            torch.cuda.set_device(self._executor.device)  # a setting of each thread
         try:
+            if self._executor.device.type == "cuda":
+                torch.cuda.set_device(self._executor.device)  # a setting of each thread
             while self._read_letters():
                 self._step()
             self._end_all(ShutdownError("request: found its LLM closed before the end; needed an open one."))
