@@ -82,7 +82,8 @@ def test_compiled_kernels_round_as_plain_operations_do(name: str) -> None:
         function, arguments, options = cases(rows, width=2048, dtype=torch.bfloat16, device="cuda")[name]
         plain = as_tuple(function.__wrapped__(*arguments, **options))
         for ours, theirs in zip(as_tuple(function(*arguments, **options)), plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-5)
+            # One rounding of what is near 1, for the two products of a rotation may cancel.
+            torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=2**-8)
 
 
 @torch.inference_mode()

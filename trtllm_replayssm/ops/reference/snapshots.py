@@ -38,7 +38,7 @@ def store(states: Tensor, ssm_snapshots: Tensor, slots: Tensor, positions: Tenso
     if valid.numel() == 0:
         return
     rows = positions % ssm_snapshots.size(1)
-    stand_in = valid.int().argmax()
+    stand_in = valid.int().argmax(0, keepdim=True)  # of one element: the host would read an index without dimensions
     slots, rows = torch.where(valid, slots, slots[stand_in]), torch.where(valid, rows, rows[stand_in])
     mask = valid[:, None, None, None]
     values = torch.where(mask, states, states[stand_in]).to(ssm_snapshots.dtype)
