@@ -52,6 +52,8 @@ soak: $(READY)  ## Run tens of thousands of disturbed requests against what each
 
 sanitize: $(READY) $(SANITIZER_TOOLS:%=sanitize-%)  ## Run the kernels' short GPU tests under compute-sanitizer
 
+sanitize-racecheck: export TRTLLM_REPLAYSSM_RACECHECK = 1
+
 sanitize-compiled: $(READY)  # Plainly first: the tests must pass by themselves, and the kernels are in the cache then
 	$(BIN)/python -m pytest -q -m gpu $(SANITIZED)
 

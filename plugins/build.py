@@ -6,6 +6,7 @@ machine. The CUDA packages are imported at the first compilation, not with this 
 
 import hashlib
 import importlib
+import os
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 
 from trtllm_replayssm.errors import BackendError, BuildError, UnsupportedError
 from trtllm_replayssm.plugins.cache import cache_dir, content_hash, write_beside
-from trtllm_replayssm.plugins.specialize import Role, Specialization
+from trtllm_replayssm.plugins.specialize import Kernel, Role, Specialization
 
 SOURCE_DIR = Path(__file__).parent / "kernels"
 MAX_SHARED_BYTES = {
@@ -32,6 +33,8 @@ INSTALL = (
     "'nvidia-cuda-cccl>=13.0'"
 )
 """The packages of the ``cuda13`` extra, as pyproject.toml lists them."""
+RACECHECK_VARIABLE = "TRTLLM_REPLAYSSM_RACECHECK"
+"""When set, kernels are compiled with barriers that compute-sanitizer's racecheck understands."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -85,12 +88,18 @@ def check_architecture(specialization: Specialization, role: Role, architecture:
 
 def _key(specialization: Specialization, role: Role, architecture: str) -> str:
     kernel = specialization.kernel(role, architecture)
-    options = [f"{name}={value}" for name, value in sorted(specialization.defines(kernel).items())]
+    options = [f"{name}={value}" for name, value in sorted(_macros(specialization, kernel).items())]
     parts: list[bytes | str] = [kernel, architecture, *options, _nvrtc_version()]
     for folder in ("common", "nvrtc", specialization.folder):
         for path in sorted(path for path in (SOURCE_DIR / folder).rglob("*") if path.is_file()):
             parts += [path.relative_to(SOURCE_DIR).as_posix(), path.read_bytes()]
     return content_hash(*parts)
+
+
+def _macros(specialization: Specialization, kernel: Kernel) -> dict[str, str]:
+    """Return the macros that a kernel is compiled with."""
+    macros = specialization.defines(kernel)
+    return {**macros, "REPLAY_EVERY_LANE_ARRIVES": "1"} if os.environ.get(RACECHECK_VARIABLE) else macros
 
 
 def _read_entry(entry: Path) -> bytes | None:
@@ -112,7 +121,7 @@ def _compile(specialization: Specialization, role: Role, architecture: str) -> b
         arch=architecture,
         std="c++17",
         include_path=[str(SOURCE_DIR), str(SOURCE_DIR / "nvrtc")],
-        define_macro=list(specialization.defines(kernel).items()),
+        define_macro=list(_macros(specialization, kernel).items()),
     )
     try:
         return bytes(core.Program(source.read_text(), "c++", options).compile("cubin").code)

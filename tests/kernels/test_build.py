@@ -128,6 +128,13 @@ def test_constants_sources_and_architecture_each_have_their_own_entry(own_cache:
     assert len(list((own_cache / "kernels").iterdir())) == 4
 
 
+def test_kernels_for_racecheck_have_entries_of_their_own(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.compile_kernel(CONV, "step", "sm_80")
+    monkeypatch.setenv(build.RACECHECK_VARIABLE, "1")
+    build.compile_kernel(CONV, "step", "sm_80")
+    assert len(list((own_cache / "kernels").iterdir())) == 2
+
+
 def test_changed_sources_are_compiled_anew_and_their_errors_shown(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,6 +211,17 @@ class Fault(NamedTuple):
     found: str = ""
 
 
+def with_altered_sources(folder: Path, fault: Fault) -> Path:
+    """Return a copy of the kernels' sources with an alteration."""
+    sources = folder / "kernels"
+    shutil.copytree(SOURCE_DIR, sources)
+    source = sources / fault.file
+    text = source.read_text()
+    assert text.count(fault.text) == 1
+    source.write_text(text.replace(fault.text, fault.altered))
+    return sources
+
+
 COMMON_FAULTS = {
     "token rows come unannounced": Fault(
         "common/pipeline/loading.cuh", "barrier_arrive_after_copies(", "barrier_arrive("
@@ -290,13 +301,9 @@ FAULTS = {
 def test_a_planted_fault_is_found(
     case: ReplayCase, fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(SOURCE_DIR, tmp_path / "kernels")
-    source = tmp_path / "kernels" / fault.file
-    text = source.read_text()
-    assert text.count(fault.text) == 1
-    source.write_text(text.replace(fault.text, fault.altered))
+    altered = with_altered_sources(tmp_path, fault)
     driver = at_many_places(case, num_slots=5, seed=2)
-    use_emulator(monkeypatch, Emulator("pipelined_step", num_multiprocessors=3, source_dir=tmp_path / "kernels"))
+    use_emulator(monkeypatch, Emulator("pipelined_step", num_multiprocessors=3, source_dir=altered))
 
     def live() -> None:
         for _ in range(3):
@@ -308,3 +315,14 @@ def test_a_planted_fault_is_found(
     else:
         live()
         assert driver.exceeds_bounds()
+
+
+@by(MAIN)
+def test_what_racecheck_runs_follows_the_recurrence(
+    case: ReplayCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_lane = Fault("common/warp_barrier.cuh", "#ifdef REPLAY_EVERY_LANE_ARRIVES", "#if 1")
+    driver = at_many_places(case, num_slots=8, seed=3)
+    use_emulator(monkeypatch, Emulator("pipelined_step", source_dir=with_altered_sources(tmp_path, every_lane)))
+    run_steps(driver, 3, 2)
+    assert driver.flushes >= 2

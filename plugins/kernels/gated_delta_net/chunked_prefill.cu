@@ -29,7 +29,7 @@ __device__ inline void scan(const Tensors& tensors, const ChunkShared& shared) {
     TokenValues u;
     load_u(stage, part, u);
     fold_chunk(stage, part, u, state);
-    warp_arrive(shared.is_free(place.stage()));
+    arrive_as_warp(shared.is_free(place.stage()));
   }
   ACTIVATION_TYPE* o = tensors.o(0);
   bool is_solved = false;
@@ -49,7 +49,7 @@ __device__ inline void scan(const Tensors& tensors, const ChunkShared& shared) {
     if (__builtin_expect(first.is_any, false)) first.put_back(part, 0, u.blocks);
     add_u(stage, part, finite_u, outputs);
     fold_chunk(stage, part, u, state);
-    warp_arrive(shared.is_free(place.stage()));
+    arrive_as_warp(shared.is_free(place.stage()));
     place.advance();
     is_solved = ptx::barrier_has_ended(shared.is_solved(place.stage()), place.parity());
     if (__builtin_expect(first.is_any, false)) {

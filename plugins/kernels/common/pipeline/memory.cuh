@@ -3,7 +3,7 @@
 // Chunks go through the chunk buffers in turn. Loader warps bring a chunk's token rows to its buffer, the coefficient
 // warps, in teams of TEAM_WARPS, make weights of them, and the consumer warps are through with it at last.
 #pragma once
-#include "common/barrier.cuh"
+#include "common/warp_barrier.cuh"
 #include "common/pipeline/chunks.cuh"
 #include "common/pipeline/turn.cuh"
 
@@ -59,15 +59,15 @@ struct PipelineMemory {
   __device__ void init_barriers() const {
     for (int stage = 0; stage < NUM_STAGES; ++stage) {
       ptx::barrier_init(is_stage_full(stage), 1);
-      ptx::barrier_init(is_stage_free(stage), STAGE_WARPS);
+      init_for_warps(is_stage_free(stage), STAGE_WARPS);
     }
     for (int buffer = 0; buffer < CHUNK_BUFFERS; ++buffer) {
       ptx::barrier_init(is_chunk_known(buffer), 1);
       // Each lane of a loader warp when its copies have come.
       for (int loader = 0; loader < LOADERS; ++loader) ptx::barrier_init(is_loaded(loader, buffer), WARP_SIZE);
-      for (int kind = 0; kind < FURTHER; ++kind) ptx::barrier_init(further_barrier(kind, buffer), TEAM_WARPS);
-      ptx::barrier_init(is_chunk_weighed(buffer), TEAM_WARPS);
-      ptx::barrier_init(is_chunk_free(buffer), NUM_CONSUMERS + TEAM_WARPS);
+      for (int kind = 0; kind < FURTHER; ++kind) init_for_warps(further_barrier(kind, buffer), TEAM_WARPS);
+      init_for_warps(is_chunk_weighed(buffer), TEAM_WARPS);
+      init_for_warps(is_chunk_free(buffer), NUM_CONSUMERS + TEAM_WARPS);
     }
     ptx::fence_barrier_init();
   }

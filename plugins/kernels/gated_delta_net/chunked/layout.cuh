@@ -11,7 +11,7 @@
 //   weights of the outputs, tiles j <= t in two parts: [tile, part, t / 8, j / 8, t % 8, j % 8] bfloat16
 //   coefficients, an fp32 number per token each: Coefficient
 #pragma once
-#include "common/barrier.cuh"
+#include "common/warp_barrier.cuh"
 #include "common/bf16_parts.cuh"
 #include "common/lanes.cuh"
 #include "gated_delta_net/row.cuh"
@@ -146,8 +146,8 @@ struct ChunkShared {
 
   __device__ void init_barriers() const {
     for (int stage = 0; stage < NUM_STAGES; ++stage) {
-      ptx::barrier_init(is_solved(stage), 1);
-      ptx::barrier_init(is_free(stage), NUM_STATE_WARPS);
+      init_for_warps(is_solved(stage), 1);
+      init_for_warps(is_free(stage), NUM_STATE_WARPS);
     }
     ptx::fence_barrier_init();
   }
@@ -170,12 +170,6 @@ __device__ inline int fresh_lane() {
   uint32_t thread = threadIdx.x;
   ptx::make_opaque(thread);
   return thread % WARP_SIZE;
-}
-
-// All of a warp has done its part: its stores and loads before are done before what waits for the barrier.
-__device__ inline void warp_arrive(uint32_t barrier) {
-  __syncwarp();
-  if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(barrier);
 }
 
 // A run of up to CHUNK_SIZE tokens. First come the chunks of the pending ring rows, which have their u already and no

@@ -293,7 +293,7 @@ __device__ inline void solve(const Tensors& tensors, const ChunkShared& shared, 
     ptx::wait_for_copies();
     __syncwarp();  // the chunk's rows and decays are there
     solve_chunk(stage, gates);
-    warp_arrive(shared.is_solved(place.stage()));
+    arrive_as_warp(shared.is_solved(place.stage()));
     loader.prefetch(next);
     chunk = next;
   }

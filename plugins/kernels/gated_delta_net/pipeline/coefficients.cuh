@@ -151,8 +151,7 @@ __device__ inline void weigh_chunk(const ChunkTensors& tensors, const PipelineSh
       weigh_window(buffer, products, gates.window, half, warp * 2 + half);
     }
   }
-  __syncwarp();
-  if (lane == 0) ptx::barrier_arrive(shared.is_chunk_weighed(turn.index()));
+  arrive_as_warp(shared.is_chunk_weighed(turn.index()));
   if (is_active && is_head) append_g(tensors, gates, head);
   if (is_active) append_keys(tensors, buffer, warp);
 }
@@ -168,8 +167,7 @@ __device__ inline void weigh(const GatedDeltaNetParams& params, const PipelineSh
     if (chunk.num_heads == 0) return;
     ptx::barrier_wait(shared.is_loaded(GATES_LOADER, turn.index()), turn.parity());
     weigh_chunk({params, chunk}, shared, warp, turn);
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(turn.index()));
+    arrive_as_warp(shared.is_chunk_free(turn.index()));
   }
 }
 

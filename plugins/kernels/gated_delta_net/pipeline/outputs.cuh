@@ -39,8 +39,7 @@ struct ConsumerTurn {
   }
   // All lanes are through with the stage.
   __device__ void release(const PipelineShared& shared) {
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_stage_free(stage_index()));
+    arrive_as_warp(shared.is_stage_free(stage_index()));
     stage.advance(1);
   }
 };
@@ -192,8 +191,7 @@ __device__ inline void consume(const GatedDeltaNetParams& params, const Pipeline
       finish_head(tensors, buffer, columns, read);
     }
     turn.head -= chunk.num_heads;
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(chunk_turn.index()));
+    arrive_as_warp(shared.is_chunk_free(chunk_turn.index()));
   }
 }
 

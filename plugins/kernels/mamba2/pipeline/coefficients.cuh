@@ -192,8 +192,7 @@ __device__ inline void weigh_chunk(const ChunkTensors& tensors, ConvolutionPart&
   convolution.make_B_and_C(shared, turn);
   ptx::barrier_wait(shared.is_ready(BC_LOADER, turn.index()), turn.parity());
   if (is_active) weigh_outputs(chunk.lengths, buffer, Scores(chunk.lengths, buffer), times, head, is_head);
-  __syncwarp();
-  if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_weighed(turn.index()));
+  arrive_as_warp(shared.is_chunk_weighed(turn.index()));
   if (is_active && is_head) append_times(tensors, times, head);
 }
 
@@ -215,8 +214,7 @@ __device__ inline void weigh(const Mamba2Params& params, const Convolution& conv
     part.make_x(shared, turn);
     ptx::barrier_wait(shared.is_ready(X_LOADER, turn.index()), turn.parity());
     if (chunk.lengths.is_active()) append_rows({params, chunk}, buffer, warp);
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(turn.index()));
+    arrive_as_warp(shared.is_chunk_free(turn.index()));
   }
 }
 

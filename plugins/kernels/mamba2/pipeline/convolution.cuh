@@ -223,24 +223,19 @@ class Convolution {
       if (!IS_WINDOW_SHORT && tensors.has_tokens()) pairs.load_B_and_C(tensors, lane);
       ptx::barrier_wait(shared.is_loaded(BC_LOADER, turn.index()), turn.parity());
       if (tensors.has_tokens()) pairs.convolve_B_and_C(tensors, shared.buffer(turn.index()), lane);
-      arrive(shared.is_ready(BC_LOADER, turn.index()));
+      arrive_as_warp(shared.is_ready(BC_LOADER, turn.index()));
     }
     __device__ void make_x(const PipelineShared& shared, const Turn<CHUNK_BUFFERS>& turn) {
       if (!IS_WINDOW_SHORT && tensors.has_tokens()) pairs.load_x(tensors, lane);
       ptx::barrier_wait(shared.is_loaded(X_LOADER, turn.index()), turn.parity());
       if (tensors.has_tokens()) pairs.convolve_x(tensors, shared.buffer(turn.index()), lane);
-      arrive(shared.is_ready(X_LOADER, turn.index()));
+      arrive_as_warp(shared.is_ready(X_LOADER, turn.index()));
     }
 
    private:
     ConvTensors tensors;
     ConvLane pairs;
     int lane;
-
-    __device__ void arrive(uint32_t barrier) const {
-      __syncwarp();
-      if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(barrier);
-    }
   };
 
  private:

@@ -149,8 +149,7 @@ struct ConsumerTurn {
   }
   // All lanes are through with the stage.
   __device__ void release(const PipelineShared& shared) const {
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_stage_free(stage.index()));
+    arrive_as_warp(shared.is_stage_free(stage.index()));
   }
   __device__ void next() {
     tile += NUM_CONSUMERS;
@@ -231,8 +230,7 @@ __device__ inline void consume(const Mamba2Params& params, const PipelineShared&
       consume_tiles(tensors, shared, buffer, rest, turn);
     }
     turn.tile -= tensors.num_tiles();
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) ptx::barrier_arrive(shared.is_chunk_free(chunk_turn.index()));
+    arrive_as_warp(shared.is_chunk_free(chunk_turn.index()));
   }
 }
 
