@@ -118,8 +118,10 @@ def _payload_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -
 
 
 def buffer_bytes(payload_bytes: int) -> int:
-    """Count a chunk buffer: what a recurrence keeps there and the description, in whole 128 bytes; and its barriers."""
-    return -(-(payload_bytes + _CHUNK_DESCRIPTION_BYTES) // 128) * 128 + (3 + LOADERS) * _BARRIER_BYTES
+    """Count a chunk buffer: what a recurrence keeps there, the description, which begins at a multiple of 16 bytes,
+    all in whole 128 bytes; and its barriers."""
+    described_bytes = -(-payload_bytes // 16) * 16 + _CHUNK_DESCRIPTION_BYTES
+    return -(-described_bytes // 128) * 128 + (3 + LOADERS) * _BARRIER_BYTES
 
 
 def shared_bytes(num_stages: int, stage_bytes: int, fixed_bytes: int) -> int:

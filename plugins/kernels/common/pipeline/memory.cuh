@@ -11,6 +11,9 @@ namespace replay {
 
 static_assert(CHUNK_BUFFERS >= 2, "a chunk is brought while another is consumed");
 
+// Where a chunk's description may stand: it is read in vectors, which must not touch what others write before it.
+__device__ constexpr int whole_vectors(int bytes) { return (bytes + 15) / 16 * 16; }
+
 // One chunk buffer, by its address in either form; a recurrence's ChunkBuffer says what stands in it, the chunk's
 // description at CHUNK_OFFSET.
 template <int CHUNK_OFFSET>

@@ -84,7 +84,7 @@ struct ChunkOffsets {
   static constexpr int G = ROWS + CHUNK_HEADS * ROW_WEIGHTS * 4;
   static constexpr int RAW_GATES = G + CHUNK_HEADS * HISTORY * 4;
   static constexpr int CONSTANTS = RAW_GATES + NUM_GATES * CHUNK_HEADS * WINDOW * 4;
-  static constexpr int CHUNK = CONSTANTS + NUM_CONSTANTS * CHUNK_HEADS * 4;
+  static constexpr int CHUNK = whole_vectors(CONSTANTS + NUM_CONSTANTS * CHUNK_HEADS * 4);
   static constexpr int BYTES = (CHUNK + static_cast<int>(sizeof(Chunk)) + 127) / 128 * 128;
 };
 

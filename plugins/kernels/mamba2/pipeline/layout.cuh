@@ -55,7 +55,7 @@ struct ChunkOffsets {
   static constexpr int CONSTANTS = RAW_TIMES + CHUNK_HEADS * WINDOW * 4;
   static constexpr int DECAYS = CONSTANTS + NUM_CONSTANTS * CHUNK_HEADS * 4;
   static constexpr int FOLD = DECAYS + CHUNK_HEADS * WINDOW * 4;
-  static constexpr int CHUNK = FOLD + CHUNK_HEADS * (FOLD_DECAY + 1) * 4;
+  static constexpr int CHUNK = whole_vectors(FOLD + CHUNK_HEADS * (FOLD_DECAY + 1) * 4);
   static constexpr int BYTES = (CHUNK + static_cast<int>(sizeof(Chunk)) + 127) / 128 * 128;
 };
 
