@@ -118,8 +118,10 @@ def _payload_bytes(head_dim: int, chunk_heads: int, history: int, window: int) -
 
 
 def buffer_bytes(payload_bytes: int) -> int:
-    """Count a chunk buffer: what a recurrence keeps there, the description, which begins at a multiple of 16 bytes,
-    all in whole 128 bytes; and its barriers."""
+    """Count a chunk buffer and its barriers.
+
+    In whole 128 bytes what a recurrence keeps there, then the description, which begins at a multiple of 16.
+    """
     described_bytes = -(-payload_bytes // 16) * 16 + _CHUNK_DESCRIPTION_BYTES
     return -(-described_bytes // 128) * 128 + (3 + LOADERS) * _BARRIER_BYTES
 

@@ -5,22 +5,13 @@ from torch import nn
 from torch.nn import functional
 
 from trtllm_replayssm.builders import onnx_ops
-from trtllm_replayssm.builders.layers.flash_attention import (
-    FlashStep,
-    finite_values,
-    flash_attention,
-    window_attention,
-    write_window,
-)
+from trtllm_replayssm.builders.layers.flash_attention import FlashStep, attend, finite_values, write_window
 from trtllm_replayssm.builders.layers.fused import fused
 from trtllm_replayssm.builders.layers.linear import Linear
 from trtllm_replayssm.builders.layers.norm import RMSNorm, rms_norm
 from trtllm_replayssm.builders.layers.rotary import rotate, rotate_heads
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import AttentionGeometry
-
-# Of a verification step; a prompt's piece of so few tokens may run as one.
-_LONGEST_WINDOW = 8
 
 
 class Attention(nn.Module):
@@ -86,8 +77,7 @@ class Attention(nn.Module):
         key_cache, value_cache = states
         write_window(key_cache, key, flash)
         write_window(value_cache, value, flash)
-        attend = window_attention if 1 < query.shape[1] <= _LONGEST_WINDOW else flash_attention
-        out = attend(query, key_cache, value_cache, flash, self.scale).flatten(-2)
+        out = attend(query, key, value, (key_cache, value_cache), flash, self.scale).flatten(-2)
         if gate is not None:
             out = gate_output(out, gate)
         return self.o_proj(out), (key_cache, value_cache)

@@ -1,14 +1,16 @@
 """Attention on the key/value caches as they are: nothing is copied, masked or expanded.
 
-Plain decoding and prompts run torch's flash attention kernel, each row at its own length; windows of a few tokens are
-matrix products, which read the keys once for all heads of a group.
+Torch's flash attention kernel reads them, each row at its own length. It reads the keys once for each query head, but
+once for a group of heads where a row has a single query, or queries that all see the same keys. So a window of a few
+tokens, whose queries all see what stands before it, attends to that as one query of many heads would, and to itself in
+plain operations; the two parts are weighed by the sums of their exponentials.
 
 The kernel for sequences of different lengths takes keys as one tensor of rows [rows, heads, hd] with a first row and a
 length for each sequence. A cache [B, H, capacity, hd] is that, seen with strides: head h of sequence b starts at row
 ``(b H + h) capacity``, so the rows of head 0 lie ``hd`` apart and those of head h are reached by a stride of
 ``capacity hd``.
 
-Both weigh a masked value by zero, and 0 * NaN is NaN. So value caches start as zeros and never hold what is not
+The kernel weighs a masked value by zero, and 0 * NaN is NaN. So value caches start as zeros and never hold what is not
 finite: a token with such a key or value gets NaN as its key, which spoils exactly the tokens that see it, and zeros as
 its value.
 """
@@ -17,10 +19,12 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_replayssm.builders.layers.fused import fused_for_any_size
+from trtllm_replayssm.builders.layers.fused import fused_windows
 from trtllm_replayssm.contract.geometry import AttentionGeometry
 
 _TYPES = (torch.float16, torch.bfloat16)
+# Of a verification step; a prompt's piece of so few tokens may run as one.
+_LONGEST_WINDOW = 8
 
 
 @dataclass(frozen=True)
@@ -28,16 +32,18 @@ class FlashStep:
     """Where queries and keys are found and written; the same for all layers of a step.
 
     Attributes:
-        first_queries: [B + 1] int32, first query row of each sequence.
+        numbers: [B + 1] int32, 0 .. B.
         first_keys: [B + 1] int32, first cache row of each sequence, of head 0.
+        num_past: [B] int32, keys before the window.
         num_keys: [B] int32, keys that a sequence's last query may see.
         longest: a host number that no row with a slot has more keys than.
         rows: [B, 1] int64, the cache rows of the step.
         positions: [B, S] int64, the window's places in them.
     """
 
-    first_queries: torch.Tensor
+    numbers: torch.Tensor
     first_keys: torch.Tensor
+    num_past: torch.Tensor
     num_keys: torch.Tensor
     longest: int
     rows: torch.Tensor
@@ -63,18 +69,20 @@ def flash_step(
     """
     num_rows, n_heads, capacity, _ = cache.shape
     device = past_lengths.device
-    rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     # A row without a slot may have any length, and its cache the tokens of a sequence that does not run in this step.
     # What it writes goes to the last place, where no token that is kept ever stands.
     has_slot = slot_ids >= 0
     first = torch.where(has_slot, past_lengths, capacity).long()
     positions = first[:, None] + torch.arange(seq_len, device=device)
+    num_past = torch.where(has_slot, past_lengths, 0)
     return FlashStep(
-        first_queries=rows * seq_len,
-        first_keys=rows * (n_heads * capacity),
-        num_keys=(torch.where(has_slot, past_lengths, 0) + seq_len).clamp(max=capacity),
+        numbers=numbers,
+        first_keys=numbers * (n_heads * capacity),
+        num_past=num_past,
+        num_keys=(num_past + seq_len).clamp(max=capacity),
         longest=key_length,
-        rows=rows[:num_rows, None].long(),
+        rows=numbers[:num_rows, None].long(),
         positions=positions.clamp(max=capacity - 1),
     )
 
@@ -90,72 +98,122 @@ def write_window(cache: torch.Tensor, update: torch.Tensor, step: FlashStep) -> 
     cache[step.rows, :, step.positions] = update
 
 
-def flash_attention(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: FlashStep, scale: float
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    step: FlashStep,
+    scale: float,
 ) -> torch.Tensor:
-    """Attend over the caches: query s of a row sees keys 0 .. num_keys - S + s.
+    """Attend over the caches: query s of a row sees what stands before the window and tokens 0 .. s of it.
 
     Args:
         query: [B, S, Hq, hd].
-        key_cache: [B, Hkv, capacity, hd].
-        value_cache: as key_cache.
+        key: [B, S, Hkv, hd], the window's, which the caches hold already.
+        value: as key.
+        caches: keys and values, [B, Hkv, capacity, hd] each.
         step: the step's lengths.
         scale: of the products.
 
     Returns:
         [B, S, Hq, hd].
     """
+    if 1 < query.shape[1] <= _LONGEST_WINDOW:
+        return _attend_in_window(query, key, value, caches, step, scale)
+    out, _ = _flash(query, caches, step, step.num_keys, scale, is_causal=True)
+    return out
+
+
+def _attend_in_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    step: FlashStep,
+    scale: float,
+) -> torch.Tensor:
+    num_rows, seq_len, n_heads, width = query.shape
+    n_kv_heads = key.shape[2]
+    # [B, S, Hkv, G, hd] -> [B, S G, Hkv, hd]: the queries of a group of heads as queries of one head.
+    grouped = query.view(num_rows, seq_len, n_kv_heads, -1, width)
+    packed = grouped.transpose(2, 3).reshape(num_rows, -1, n_kv_heads, width)
+    past, log_sums = _flash(packed, caches, step, step.num_past, scale, is_causal=False)
+    shape = (num_rows, seq_len, -1, n_kv_heads, width)
+    # [Hkv, B S G] -> [B, S, Hkv, G]
+    sums = log_sums.view(n_kv_heads, num_rows, seq_len, -1).permute(1, 2, 0, 3)
+    out = add_window(grouped, key, value, past.view(shape).transpose(2, 3), sums, step.num_past, scale)
+    return out.reshape(query.shape)
+
+
+@fused_windows
+def add_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past: torch.Tensor,
+    log_sums: torch.Tensor,
+    num_past: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Return what the queries of a window see, of what they see before it and the window itself.
+
+    With ``m`` the largest exponent, an output is the sum of exp(e - m) v over all keys, over the sum of exp(e - m);
+    what the kernel returns is such a quotient over its own keys, and the logarithm of its sum of exp(e).
+
+    Args:
+        query: [B, S, Hkv, G, hd].
+        key: [B, S, Hkv, hd].
+        value: as key; finite.
+        past: as query, what is seen before the window.
+        log_sums: [B, S, Hkv, G] fp32, of the exponentials there.
+        num_past: [B] int32; where it is 0, ``past`` and ``log_sums`` mean nothing.
+        scale: of the products.
+
+    Returns:
+        As query.
+    """
     seq_len = query.shape[1]
-    out = torch.ops.aten._flash_attention_forward(
+    # [B, S, S, Hkv, G], queries by keys; sums of products, not matrix products: few numbers, and nothing is stored.
+    exponents = (query[:, :, None].float() * key[:, None, :, :, None].float()).sum(-1) * scale
+    positions = torch.arange(seq_len, device=query.device)
+    is_hidden = (positions > positions[:, None])[None, :, :, None, None]
+    exponents = exponents.masked_fill(is_hidden, -torch.inf)
+    has_past = (num_past > 0)[:, None, None, None]
+    past_exponent = torch.where(has_past, log_sums, -torch.inf)
+    largest = torch.maximum(exponents.amax(2), past_exponent)
+    weights = torch.exp(exponents - largest[:, :, None])
+    past_weight = torch.exp(past_exponent - largest)
+    seen = (weights[..., None] * value[:, None, :, :, None].float()).sum(2)
+    seen = seen + past_weight[..., None] * torch.where(has_past[..., None], past.float(), 0.0)
+    return (seen / (weights.sum(2) + past_weight)[..., None]).to(query.dtype)
+
+
+def _flash(
+    query: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    step: FlashStep,
+    num_keys: torch.Tensor,
+    scale: float,
+    *,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel on query [B, S, Hq, hd]; return the same shape, and the log sums of exponentials [Hq, B S]."""
+    seq_len = query.shape[1]
+    out, log_sums = torch.ops.aten._flash_attention_forward(
         query.flatten(0, 1),
-        _rows(key_cache),
-        _rows(value_cache),
-        step.first_queries,
+        *(_rows(cache) for cache in caches),
+        step.numbers * seq_len,
         step.first_keys,
         seq_len,
         step.longest,
         0.0,  # no dropout
-        True,  # causal, counted from the last query and the last key
+        is_causal,  # counted from the last query and the last key
         False,  # no debug mask
         scale=scale,
-        seqused_k=step.num_keys,
-    )[0]
-    return torch.unflatten(out, 0, (-1, seq_len))
-
-
-def window_attention(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, step: FlashStep, scale: float
-) -> torch.Tensor:
-    """Attend as ``flash_attention`` does, in matrix products whose rows are a window's queries of a group of heads.
-
-    The flash kernel reads the keys once for each query head where a window has several tokens; this reads them once,
-    for all rows up to the longest.
-    """
-    num_rows, seq_len, n_heads, width = query.shape
-    n_kv_heads = key_cache.shape[1]
-    # [B Hkv, G S, hd] and [B Hkv, keys, hd]: the caches' own places, since head follows head and row follows row.
-    queries = (
-        torch.unflatten(query, 2, (n_kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(num_rows * n_kv_heads, -1, width)
-    )
-    keys, values = (cache[:, :, : step.longest].flatten(0, 1) for cache in (key_cache, value_cache))
-    if query.is_cuda:
-        scores = torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32)
-    else:
-        scores = torch.bmm(queries.float(), keys.transpose(1, 2).float())
-    shape = (num_rows, n_heads, seq_len, step.longest)
-    weights = window_weights(scores.view(shape), step.num_keys, scale, query.dtype)
-    out = torch.bmm(weights.view(scores.shape), values)
-    return out.view(num_rows, n_heads, seq_len, width).transpose(1, 2)
-
-
-@fused_for_any_size
-def window_weights(scores: torch.Tensor, num_keys: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return the softmax of the scores [B, Hq, S, keys] that a query may see, and zero for others, even for a NaN."""
-    _, _, seq_len, longest = scores.shape
-    positions = torch.arange(longest, device=scores.device)
-    last = num_keys[:, None] - seq_len + torch.arange(seq_len, device=scores.device)
-    is_hidden = positions > last[:, None, :, None]
-    return (scores * scale).masked_fill(is_hidden, -torch.inf).softmax(-1).to(dtype)
+        seqused_k=num_keys,
+    )[:2]
+    return torch.unflatten(out, 0, (-1, seq_len)), log_sums
 
 
 def finite_values(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,11 +49,11 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     return _where_worthwhile(function, run_compiled)
 
 
-def fused_for_any_size(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a function run as one kernel on CUDA, compiled once for all sizes of its tensors.
+def fused_windows(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function of whole windows run as one or two kernels on CUDA, compiled for any number of rows and tokens.
 
     Args:
-        function: its first argument is a tensor.
+        function: its tensors are [B] or [B, S, ...], the first argument the latter.
 
     Returns:
         The same function.
@@ -63,7 +63,7 @@ def fused_for_any_size(function: Callable[Arguments, Result]) -> Callable[Argume
     def run_compiled(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
-                torch._dynamo.maybe_mark_dynamic(argument, tuple(range(argument.dim())))
+                _mark_dynamic(argument, 2)
         return compiled(*arguments, **options)
 
     return _where_worthwhile(function, run_compiled)
@@ -125,7 +125,14 @@ def _flat(argument: object) -> object:
     if not isinstance(argument, torch.Tensor) or argument.dim() < 3:
         return argument
     flat = argument.flatten(0, 1)
-    torch._dynamo.maybe_mark_dynamic(flat, 0)
-    for dim in range(1, flat.dim()):
-        torch._dynamo.mark_static(flat, dim)
+    _mark_dynamic(flat, 1)
     return flat
+
+
+def _mark_dynamic(tensor: torch.Tensor, count: int) -> None:
+    """Have a tensor's first dimensions compiled for any size, and the others for their own."""
+    for dim in range(tensor.dim()):
+        if dim < count:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        else:
+            torch._dynamo.mark_static(tensor, dim)
