@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from trtllm_replayssm.contract.geometry import Mamba2Geometry, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2_WITH_CONV
 from trtllm_replayssm.plugins.compile_image import architecture_of, capability_of, is_exact, kernel_image
 from trtllm_replayssm.plugins.specialize import (
     CausalConv1dSpecialization,
@@ -11,6 +11,7 @@ from trtllm_replayssm.plugins.specialize import (
     Specialization,
 )
 from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 
 def specializations(geometry: ModelGeometry, replay: ReplayGeometry) -> dict[str, Specialization]:
@@ -22,14 +23,11 @@ def specializations(geometry: ModelGeometry, replay: ReplayGeometry) -> dict[str
     m = geometry.recurrence
     if m is None:
         return {}
-    convolution = CausalConv1dSpecialization(conv_dim=m.conv_dim, d_conv=m.d_conv, activation_dtype=geometry.dtype)
     if isinstance(m, Mamba2Geometry):
-        return {
-            CAUSAL_CONV1D.op_type: convolution,
-            MAMBA2.op_type: Mamba2Specialization.of_layer(m, replay, geometry.dtype),
-        }
+        step = Mamba2Specialization.of_layer(m, replay, geometry.dtype)
+        return {MAMBA2_WITH_CONV.op_type: Mamba2WithConvSpecialization(step, m.d_conv)}
     return {
-        CAUSAL_CONV1D.op_type: convolution,
+        CAUSAL_CONV1D.op_type: CausalConv1dSpecialization(m.conv_dim, m.d_conv, geometry.dtype),
         GATED_DELTA_NET.op_type: GatedDeltaNetSpecialization(
             n_key_heads=m.n_key_heads,
             n_value_heads=m.n_value_heads,

@@ -12,7 +12,13 @@ from torch.onnx import ops as torch_onnx
 
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from trtllm_replayssm.contract.plugin_io import (
+    CAUSAL_CONV1D,
+    GATED_DELTA_NET,
+    MAMBA2_WITH_CONV,
+    PLUGIN_NAMESPACE,
+    PLUGIN_VERSION,
+)
 
 Attributes = dict[str, int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]]
 
@@ -61,35 +67,35 @@ def causal_conv1d(
     return y, ring
 
 
-def mamba2(
-    x: torch.Tensor,
+def mamba2_with_conv(
+    xBC: torch.Tensor,
     dt: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    convolution: tuple[torch.Tensor, torch.Tensor],
     constants: tuple[torch.Tensor, ...],
     states: tuple[torch.Tensor, ...],
     step: Step,
     replay: ReplayGeometry,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Emit ReplayMamba2: (y like x, present states); the shapes are those of contract.plugin_io.
+    """Emit ReplayMamba2WithConv: (y [B, S, H, P], present states); the shapes are those of contract.plugin_io.
 
     Args:
-        x: [B, S, H, P].
+        xBC: [B, S, D], raw.
         dt: [B, S, H].
-        B: [B, S, G, N].
-        C: [B, S, G, N].
+        convolution: weight and bias.
         constants: A, D, dt_bias.
-        states: ssm_state, x_ring, B_ring, dt_ring.
+        states: conv_ring, ssm_state, x_ring, B_ring, dt_ring.
         step: lengths and slots.
         replay: history and window.
     """
     lengths = (step.past_lengths, step.checkpoint_lengths, step.num_tokens, step.slot_ids)
+    inputs = (xBC, dt, *convolution, states[0], *constants, *states[1:], *lengths)
+    shapes = [tensor.shape for tensor in inputs]
     y, *present = torch_onnx.symbolic_multi_out(
-        f"{PLUGIN_NAMESPACE}::{MAMBA2.op_type}",
-        (x, dt, B, C, *constants, *states, *lengths),
+        f"{PLUGIN_NAMESPACE}::{MAMBA2_WITH_CONV.op_type}",
+        inputs,
         {"history": replay.history, "max_draft_len": replay.max_draft_len},
-        dtypes=(x.dtype, *(state.dtype for state in states)),
-        shapes=(x.shape, *(state.shape for state in states)),
+        dtypes=(xBC.dtype, *(state.dtype for state in states)),
+        shapes=[MAMBA2_WITH_CONV.output_shape(k, shapes) for k in range(1 + len(states))],
         version=int(PLUGIN_VERSION),
     )
     return y, tuple(present)

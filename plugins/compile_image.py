@@ -1,12 +1,14 @@
 """Kernel images: the kernels of one plugin, compiled for the architectures that an engine is built for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
-from trtllm_replayssm.plugins.specialize import Role, Specialization, constants_of
+from trtllm_replayssm.plugins.specialize import CONV_PREFIX, Role, Specialization, constants_of
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 
 def kernel_image(specialization: Specialization, architectures: Sequence[str]) -> bytes:
@@ -24,11 +26,7 @@ def kernel_image(specialization: Specialization, architectures: Sequence[str]) -
         BackendError: cuda-core or NVRTC is not installed.
         BuildError: NVRTC refuses the sources.
     """
-    entries = [
-        _entry(specialization, role, name)
-        for name in dict.fromkeys(architectures)
-        for role in specialization.roles(name)
-    ]
+    entries = [entry for name in dict.fromkeys(architectures) for entry in _entries(specialization, name)]
     return pack(constants_of(specialization), entries)
 
 
@@ -77,6 +75,15 @@ def has_dependent_launch(architecture: str) -> bool:
     return capability_of(architecture) >= 90
 
 
+def _entries(specialization: Specialization, architecture: str) -> list[KernelEntry]:
+    entries = [_entry(specialization, role, architecture) for role in specialization.roles(architecture)]
+    if isinstance(specialization, Mamba2WithConvSpecialization):
+        convolution = _entries(specialization.convolution, architecture)
+        named_apart = [replace(entry, role=CONV_PREFIX + entry.role) for entry in convolution]
+        return [*named_apart, *_entries(specialization.step, architecture), *entries]
+    return entries
+
+
 def _entry(specialization: Specialization, role: Role, architecture: str) -> KernelEntry:
     shape = specialization.launch_shape(specialization.kernel(role, architecture))
     return KernelEntry(
@@ -90,5 +97,6 @@ def _entry(specialization: Specialization, role: Role, architecture: str) -> Ker
         is_persistent=shape.is_persistent,
         is_dependent_launch=has_dependent_launch(architecture),
         rows_per_block=shape.rows_per_block,
+        most_blocks_per_multiprocessor=shape.most_blocks_per_multiprocessor,
         cubin=build.compile_kernel(specialization, role, architecture),
     )

@@ -7,8 +7,8 @@ integers are little-endian.
     entry    char[32] role, char[64] symbol, int32 compute capability (10 * major + minor),
              int32 is_exact (1: runs on that capability alone, as sm_90a; 0: also on later minors of the same major),
              int32 grid_x, int32 block_x, int32 dynamic_shared_bytes, int32 is_persistent,
-             int32 is_dependent_launch, int32 rows_per_block, uint64 cubin offset from the image's start,
-             uint64 cubin bytes
+             int32 is_dependent_launch, int32 rows_per_block, int32 most_blocks_per_multiprocessor, 4 bytes of zero,
+             uint64 cubin offset from the image's start, uint64 cubin bytes
     cubins   entries may share one
 
 ``constants`` is what the kernels were compiled for (``specialize.constants_of``); a plugin refuses an image whose
@@ -19,6 +19,9 @@ persistent one with grid (min(multiprocessors of the device, rows * grid_x), 1, 
 ``Params`` struct of its folder. One with is_dependent_launch is launched with programmatic stream serialization.
 Roles: "step" (window of at most 1 + max_draft_len tokens), "prefill" (longer), and, where there is one,
 "pipelined_step" (as "step", for tensors in 16-byte pieces) or "one_token_step" (as "step", for windows of one token).
+An image of a convolution and what comes after it has the convolution's roles as "conv_step" and so on, and, where there
+is one, "step_with_conv": as "conv_step" and "step", for tensors in 16-byte pieces, where it is the faster way. It is so
+while rows * grid_x is at most most_blocks_per_multiprocessor for each multiprocessor of the device; 0: always.
 """
 
 import struct
@@ -28,9 +31,9 @@ from dataclasses import dataclass
 from trtllm_replayssm.errors import BuildError
 
 MAGIC = b"RSSMKIMG"
-VERSION = 6
+VERSION = 7
 _HEADER = struct.Struct("<8sII256s")
-_ENTRY = struct.Struct("<32s64siiiiiiiiQQ")
+_ENTRY = struct.Struct("<32s64siiiiiiiii4xQQ")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class KernelEntry:
     is_persistent: bool = False
     is_dependent_launch: bool = False
     rows_per_block: int = 1
+    most_blocks_per_multiprocessor: int = 0
 
 
 def pack(constants: str, entries: Sequence[KernelEntry]) -> bytes:
@@ -70,6 +74,7 @@ def pack(constants: str, entries: Sequence[KernelEntry]) -> bytes:
             int(entry.is_persistent),
             int(entry.is_dependent_launch),
             entry.rows_per_block,
+            entry.most_blocks_per_multiprocessor,
             offsets[entry.cubin],
             len(entry.cubin),
         )
@@ -100,7 +105,7 @@ def unpack(image: bytes) -> tuple[str, tuple[KernelEntry, ...]]:
 
 
 def _read_entry(image: bytes, index: int) -> KernelEntry:
-    role, symbol, capability, exact, grid, block, shared, persistent, dependent, rows, offset, size = (
+    role, symbol, capability, exact, grid, block, shared, persistent, dependent, rows, blocks, offset, size = (
         _ENTRY.unpack_from(image, _HEADER.size + index * _ENTRY.size)
     )
     if offset + size > len(image):
@@ -120,4 +125,5 @@ def _read_entry(image: bytes, index: int) -> KernelEntry:
         is_persistent=bool(persistent),
         is_dependent_launch=bool(dependent),
         rows_per_block=rows,
+        most_blocks_per_multiprocessor=blocks,
     )

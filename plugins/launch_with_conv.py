@@ -17,7 +17,7 @@ from trtllm_replayssm.plugins.launch import MAMBA2_SLOTS, causal_conv1d, mamba2,
 from trtllm_replayssm.plugins.loader import device_architecture, launch, load
 from trtllm_replayssm.plugins.params import mamba2_with_conv_params
 from trtllm_replayssm.plugins.specialize import VECTOR_BYTES, Mamba2Specialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import TAPS_OF_STEP, Mamba2WithConvSpecialization
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 _CONVOLUTION = ("xBC", "conv_weight", "conv_bias", "conv_ring")
 
@@ -44,7 +44,7 @@ def mamba2_with_conv(tensors: Mapping[str, Tensor | None], *, history: int, max_
     if kernel is not None:
         xBC = _given(tensors)["xBC"]
         num_multiprocessors = torch.cuda.get_device_properties(xBC.device).multi_processor_count
-        if kernel.is_faster(xBC.shape[0], num_multiprocessors):
+        if kernel.launch_shape("step_with_conv").is_faster(xBC.shape[0], num_multiprocessors):
             return launch_step(kernel, tensors)
     return mamba2_after_conv(tensors, history=history, max_draft_len=max_draft_len)
 
@@ -84,16 +84,15 @@ def find_kernel(
     given = _given(tensors)
     xBC, d_conv = given["xBC"], given["conv_weight"].shape[1]
     num_rows, seq_len = xBC.shape[:2]
-    if num_rows == 0 or seq_len == 0 or protocol.is_prefill(seq_len, max_draft_len) or d_conv != TAPS_OF_STEP:
+    if num_rows == 0 or seq_len == 0 or protocol.is_prefill(seq_len, max_draft_len):
         return None
     (n_heads, head_dim), (n_groups, d_state) = given["x_ring"].shape[2:], given["B_ring"].shape[2:]
     sizes = (n_heads, head_dim, d_state, n_groups, history, max_draft_len)
-    step = mamba2_constants(sizes, (xBC.dtype, given["ssm_state"].dtype, given["dt"].dtype))
+    kernel = _kernel(mamba2_constants(sizes, (xBC.dtype, given["ssm_state"].dtype, given["dt"].dtype)), d_conv)
     contiguous = [given[name] for name in ("conv_weight", "conv_bias") if name in given]
     is_readable = layouts.is_in_pieces(xBC, VECTOR_BYTES) and all(t.data_ptr() % VECTOR_BYTES == 0 for t in contiguous)
-    if not is_readable or "pipelined_step" not in step.roles(device_architecture(xBC.device.index)):
-        return None
-    return _kernel(step, d_conv)
+    is_there = "step_with_conv" in kernel.roles(device_architecture(xBC.device.index))
+    return kernel if is_there and is_readable else None
 
 
 @cache

@@ -24,7 +24,9 @@ ROLES: tuple[Role, ...] = ("step", "prefill")
 """What every specialization has for every architecture. ``step`` runs windows of at most 1 + max_draft_len tokens,
 ``prefill`` longer ones. For some shapes, architectures and layouts ``pipelined_step`` does the work of ``step``; for
 windows of one token ``one_token_step`` does that of the convolution's. ``step_with_conv`` does the work of the
-convolution and of Mamba-2's step."""
+convolution and of Mamba-2's step, where it is the faster way."""
+CONV_PREFIX = "conv_"
+"""Begins the convolution's roles in a kernel image (``plugins.kernel_image``) that is not of a convolution alone."""
 Kernel = Literal[Role, "chunked_prefill", "deep_chunked_prefill"]
 """A source file of that name. A role is the kernel of its own name, but for ``kernel()`` of a specialization."""
 
@@ -70,6 +72,8 @@ class LaunchShape:
         dynamic_shared_bytes: dynamic shared memory per block, in bytes.
         is_persistent: see above.
         rows_per_block: rows of the step that a block runs, the last block maybe fewer.
+        most_blocks_per_multiprocessor: of rows * grid_x, up to which the kernel is faster than those whose work it does
+            one after the other; 0: always.
     """
 
     symbol: str
@@ -78,6 +82,12 @@ class LaunchShape:
     dynamic_shared_bytes: int
     is_persistent: bool = False
     rows_per_block: int = 1
+    most_blocks_per_multiprocessor: int = 0
+
+    def is_faster(self, num_rows: int, num_multiprocessors: int) -> bool:
+        """Say whether to launch the kernel rather than those whose work it does one after the other."""
+        most = self.most_blocks_per_multiprocessor
+        return most == 0 or num_rows * self.grid_x <= most * num_multiprocessors
 
     def grid(self, num_rows: int, num_multiprocessors: int) -> tuple[int, int, int]:
         """Return the grid for the rows of a step on a device with this many multiprocessors."""
@@ -358,8 +368,10 @@ Specialization: TypeAlias = (
 
 def constants_of(specialization: Specialization) -> str:
     """Return a specialization as one line; the C++ plugins write the same line from their tensors and fields."""
-    pairs = asdict(specialization).items()
-    return " ".join([specialization.folder, *(f"{name}={value}" for name, value in pairs)])
+    values = asdict(specialization)
+    # Those of a step stand side by side with what a convolution before it adds.
+    values = values.pop("step", {}) | values
+    return " ".join([specialization.folder, *(f"{name}={value}" for name, value in values.items())])
 
 
 def require_dtype(name: str, found: str, accepted: tuple[str, ...]) -> None:

@@ -30,13 +30,13 @@ class ReplayCausalConv1d(OpRun):
         return y.numpy(), conv_ring.numpy()
 
 
-class ReplayMamba2(OpRun):
+class ReplayMamba2WithConv(OpRun):
     op_domain = PLUGIN_NAMESPACE
 
     def _run(self, *inputs: np.ndarray, history: int, max_draft_len: int, kernels: Any = None) -> Arrays:
         tensors = _tensors(inputs)
-        y = ops.mamba2(*tensors, history=history, max_draft_len=max_draft_len)
-        return tuple(tensor.numpy() for tensor in (y, *tensors[7:11]))
+        y = ops.mamba2_with_conv(*tensors, history=history, max_draft_len=max_draft_len)
+        return tuple(tensor.numpy() for tensor in (y, tensors[4], *tensors[8:12]))
 
 
 class ReplayGatedDeltaNet(OpRun):
@@ -58,7 +58,9 @@ class Evaluator:
 
     def __init__(self, model: onnx.ModelProto, weights: dict[str, torch.Tensor]) -> None:
         model = _without_hints(model)
-        self._session = ReferenceEvaluator(model, new_ops=[ReplayCausalConv1d, ReplayMamba2, ReplayGatedDeltaNet])
+        self._session = ReferenceEvaluator(
+            model, new_ops=[ReplayCausalConv1d, ReplayMamba2WithConv, ReplayGatedDeltaNet]
+        )
         self._weights = {name: tensor.numpy() for name, tensor in weights.items()}
 
     def step(

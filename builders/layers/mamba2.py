@@ -11,6 +11,7 @@ from trtllm_replayssm.builders.layers.norm import GatedGroupRMSNorm
 from trtllm_replayssm.builders.layers.per_head import per_head
 from trtllm_replayssm.builders.layers.step import Step
 from trtllm_replayssm.contract.geometry import Mamba2Geometry, ReplayGeometry
+from trtllm_replayssm.plugins.layouts import split_projection
 
 
 class Mamba2(nn.Module):
@@ -66,10 +67,8 @@ class Mamba2(nn.Module):
             (y [B, S, H, P], present states).
         """
         if onnx_ops.is_exporting():
-            (x, B, C), conv_ring = self.convolve(xBC, states[0], step)
-            constants = (self.A, self.D, self.dt_bias)
-            y, recurrent = onnx_ops.mamba2(x, dt, B, C, constants, states[1:], step, self.replay)
-            return y, (conv_ring, *recurrent)
+            convolution, constants = (self.conv1d.weight, self.conv1d.bias), (self.A, self.D, self.dt_bias)
+            return onnx_ops.mamba2_with_conv(xBC, dt, convolution, constants, states, step, self.replay)
         conv_ring, ssm_state, x_ring, b_ring, dt_ring = states
         y = ops.mamba2_with_conv(
             xBC,
@@ -93,20 +92,6 @@ class Mamba2(nn.Module):
         )
         return y, states
 
-    def convolve(
-        self, xBC: torch.Tensor, conv_ring: torch.Tensor, step: Step
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return x [B, S, H, P], B and C [B, S, G, N] after the convolution, and the present ring."""
-        g = self.geometry
-        xBC, conv_ring = self.conv1d(xBC, conv_ring, step)
-        # Views into the convolution's output: the kernels take strides, nothing is copied.
-        columns = g.n_groups * g.d_state
-        x, B, C = torch.split(xBC, [g.d_inner, columns, columns], dim=-1)
-        x = torch.unflatten(x, -1, (g.n_heads, g.head_dim))
-        B = torch.unflatten(B, -1, (g.n_groups, g.d_state))
-        C = torch.unflatten(C, -1, (g.n_groups, g.d_state))
-        return (x, B, C), conv_ring
-
 
 class ConventionalMamba2(Mamba2):
     """The same mixer with the state rewritten for every token: for comparison, never exported.
@@ -122,7 +107,12 @@ class ConventionalMamba2(Mamba2):
         """Run the recurrence on ``ssm_snapshots [slots, T + 1, H, P, N]``; see the base class."""
         assert not onnx_ops.is_exporting(), "the conventional decode exists for comparison in torch alone"
         conv_ring, ssm_snapshots = states
-        (x, B, C), _ = self.convolve(xBC, conv_ring, step)
+        convolved, _ = self.conv1d(xBC, conv_ring, step)
+        g = self.geometry
+        # Views: nothing is copied.
+        x, B, C = split_projection(
+            convolved, n_heads=g.n_heads, head_dim=g.head_dim, n_groups=g.n_groups, d_state=g.d_state
+        )
         y = ops.mamba2_conventional(
             x,
             dt,

@@ -36,12 +36,14 @@ struct Record {
   int32_t is_persistent;
   int32_t is_dependent_launch;
   int32_t rows_per_block;
+  int32_t most_blocks_per_multiprocessor;
+  int32_t padding;
   uint64_t cubin_offset;
   uint64_t cubin_bytes;
 };
 
 static_assert(sizeof(Header) == 272, "plugins/kernel_image.py packs the header in 272 bytes");
-static_assert(sizeof(Record) == 144, "plugins/kernel_image.py packs an entry in 144 bytes");
+static_assert(sizeof(Record) == 152, "plugins/kernel_image.py packs an entry in 152 bytes");
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the kernel image is little-endian and is read in place"
 #endif
@@ -57,6 +59,9 @@ std::string entry_fault(const KernelEntry& entry, std::size_t table_end, std::si
   if (entry.compute_capability < 10) return concat("its compute capability is ", entry.compute_capability);
   if (entry.grid_x < 1) return concat("its grid_x is ", entry.grid_x);
   if (entry.rows_per_block < 1) return concat("its rows_per_block is ", entry.rows_per_block);
+  if (entry.most_blocks_per_multiprocessor < 0) {
+    return concat("its most_blocks_per_multiprocessor is ", entry.most_blocks_per_multiprocessor);
+  }
   if (entry.block_x < 1 || entry.block_x > kMaxThreadsPerBlock) return concat("its block_x is ", entry.block_x);
   if (entry.dynamic_shared_bytes < 0) return concat("its dynamic_shared_bytes is ", entry.dynamic_shared_bytes);
   const bool is_inside = entry.cubin_offset >= table_end && entry.cubin_offset <= image_bytes &&
@@ -151,7 +156,8 @@ bool KernelImage::parse(std::string& error) {
                       static_cast<std::size_t>(record.cubin_bytes),
                       record.is_persistent != 0,
                       record.is_dependent_launch != 0,
-                      record.rows_per_block};
+                      record.rows_per_block,
+                      record.most_blocks_per_multiprocessor};
     std::string fault = entry_fault(entry, table_end, bytes_.size());
     if (fault.empty() && !seen.insert({entry.role, entry.compute_capability, entry.is_exact}).second) {
       fault = concat("it is the second one of role \"", entry.role, "\" for the same architecture");

@@ -9,7 +9,7 @@
 
 namespace replayssm {
 
-constexpr uint32_t kKernelImageVersion = 6;
+constexpr uint32_t kKernelImageVersion = 7;
 
 // One launchable kernel for one architecture.
 struct KernelEntry {
@@ -25,6 +25,7 @@ struct KernelEntry {
   bool is_persistent;        // true: its grid is min(multiprocessors, rows * grid_x), 1, 1
   bool is_dependent_launch;  // true: launched with programmatic stream serialization, since 9.0
   int32_t rows_per_block;    // its grid has that many times fewer rows than the step
+  int32_t most_blocks_per_multiprocessor;  // rows * grid_x of each up to which it is the faster way; 0: any number
 };
 
 // Immutable and shared: equal images of one process are one object, however many layers carry a copy.

@@ -27,12 +27,21 @@ struct Kernel {
   bool is_dependent = false;  // launched with kStreamSerialization
 };
 
-// An image has these roles for some devices or operations only; everywhere else kGenericRole does their work.
-constexpr const char* kSpecialRoles[] = {"pipelined_step", "one_token_step"};
-constexpr char kGenericRole[] = "step";
+// An image has this role for some devices or operations only; everywhere else another one does its work, or, where that
+// is null, several of them one after the other, and then a Kernel without an entry stands for it.
+struct SpecialRole {
+  const char* role;
+  const char* generic;
+};
+constexpr SpecialRole kSpecialRoles[] = {{"pipelined_step", "step"},
+                                         {"one_token_step", "step"},
+                                         {"conv_one_token_step", "conv_step"},
+                                         {"step_with_conv", nullptr}};
 
-bool is_special(const std::string& role) {
-  return std::find(std::begin(kSpecialRoles), std::end(kSpecialRoles), role) != std::end(kSpecialRoles);
+const SpecialRole* find_special(const std::string& role) {
+  const auto* found = std::find_if(std::begin(kSpecialRoles), std::end(kSpecialRoles),
+                                   [&](const SpecialRole& special) { return role == special.role; });
+  return found == std::end(kSpecialRoles) ? nullptr : found;
 }
 
 // A context's id is never given twice in a process, unlike its address.
@@ -48,7 +57,7 @@ class KernelCache {
   }
 
   // The loaded kernel of a role for the current context's device.
-  std::string get(const Driver& driver, const std::shared_ptr<const KernelImage>& image, const char* role,
+  std::string get(const Driver& driver, const std::shared_ptr<const KernelImage>& image, const std::string& role,
                   Kernel& kernel) {
     ContextId context = 0;
     std::string fault = current_context(driver, context);
@@ -93,8 +102,9 @@ class KernelCache {
     if (fault.empty()) fault = read_compute_capability(driver, device, capability);
     if (!fault.empty()) return fault;
     kernel.entry = image->find(role.c_str(), capability);
-    if (kernel.entry == nullptr && is_special(role)) {
-      return find_or_load(driver, context, image, kGenericRole, kernel);
+    const SpecialRole* special = kernel.entry == nullptr ? find_special(role) : nullptr;
+    if (special != nullptr) {
+      return special->generic == nullptr ? "" : find_or_load(driver, context, image, special->generic, kernel);
     }
     if (kernel.entry == nullptr) {
       return concat("no ", role, " kernel for compute capability ", capability_text(capability),
@@ -154,20 +164,31 @@ std::string prepare_kernels(const std::shared_ptr<const KernelImage>& image, boo
   if (!is_device_there) return "";
   for (const KernelEntry& entry : image->entries()) {
     Kernel kernel;
-    const std::string fault = KernelCache::instance().get(*driver, image, entry.role.c_str(), kernel);
+    const std::string fault = KernelCache::instance().get(*driver, image, entry.role, kernel);
     if (!fault.empty()) return fault;
   }
   return "";
 }
 
-std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const char* role, int64_t rows,
-                          KernelArgument& argument, cudaStream_t stream) {
-  if (rows > replay::MAX_ROWS) return concat("found ", rows, " rows; needed at most ", replay::MAX_ROWS);
+std::string is_faster(const std::shared_ptr<const KernelImage>& image, const char* role, int64_t rows, bool& answer) {
   std::string fault;
   const Driver* driver = Driver::get(fault);
   if (driver == nullptr) return fault;
   Kernel kernel;
   fault = KernelCache::instance().get(*driver, image, role, kernel);
+  const int64_t most = kernel.entry == nullptr ? 0 : kernel.entry->most_blocks_per_multiprocessor;
+  answer = kernel.entry != nullptr && (most == 0 || rows * kernel.entry->grid_x <= most * kernel.multiprocessors);
+  return fault;
+}
+
+std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, KernelLaunch& launch, int64_t rows,
+                          cudaStream_t stream) {
+  if (rows > replay::MAX_ROWS) return concat("found ", rows, " rows; needed at most ", replay::MAX_ROWS);
+  std::string fault;
+  const Driver* driver = Driver::get(fault);
+  if (driver == nullptr) return fault;
+  Kernel kernel;
+  fault = KernelCache::instance().get(*driver, image, launch.role, kernel);
   if (!fault.empty()) return fault;
   const KernelEntry& entry = *kernel.entry;
   int64_t grid_x = entry.grid_x, grid_y = (rows + entry.rows_per_block - 1) / entry.rows_per_block;
@@ -175,7 +196,7 @@ std::string launch_kernel(const std::shared_ptr<const KernelImage>& image, const
     grid_x = std::min<int64_t>(kernel.multiprocessors, grid_x * rows);
     grid_y = 1;
   }
-  void* parameters[] = {argument.bytes};
+  void* parameters[] = {launch.argument.bytes};
   LaunchAttribute serialization{};
   serialization.id = kStreamSerialization;
   serialization.value.number = 1;

@@ -1,5 +1,6 @@
 #include "recurrence.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../kernels/common/protocol.h"
@@ -34,13 +35,17 @@ std::string recurrence_constants(const IntFields& fields, nvinfer1::DataType act
                 " activation_dtype=", type_text(activation), " state_dtype=", type_text(state));
 }
 
+bool are_in_pieces(std::initializer_list<const void*> pointers) {
+  constexpr uintptr_t kPieceBytes = 16;
+  return std::all_of(pointers.begin(), pointers.end(), [](const void* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % kPieceBytes == 0;
+  });
+}
+
 const char* recurrence_role(int64_t window_tokens, const IntFields& fields,
                             std::initializer_list<const void*> in_pieces) {
-  constexpr uintptr_t kPieceBytes = 16;
   if (replay::is_prefill(window_tokens, fields[kMaxDraftLen])) return "prefill";
-  uintptr_t addresses = 0;
-  for (const void* pointer : in_pieces) addresses |= reinterpret_cast<uintptr_t>(pointer);
-  return addresses % kPieceBytes == 0 ? "pipelined_step" : "step";
+  return are_in_pieces(in_pieces) ? "pipelined_step" : "step";
 }
 
 }  // namespace replayssm

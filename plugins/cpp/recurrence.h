@@ -23,8 +23,11 @@ std::string ring_rows_fault(const char* ring, const Dimensions& dimensions, cons
 // The constants that all recurrences have, between those of their shapes and that of their gates.
 std::string recurrence_constants(const IntFields& fields, nvinfer1::DataType activation, nvinfer1::DataType state);
 
+// Do all of these start at multiples of 16 bytes?
+bool are_in_pieces(std::initializer_list<const void*> pointers);
+
 // The role of the kernel for a window. The pipelined step copies rows of some inputs, and the pools, in 16-byte pieces.
-// All tensors are contiguous, and its images are for shapes whose rows are such pieces, so their addresses decide.
+// Its images are for shapes whose rows are such pieces, so their addresses decide.
 const char* recurrence_role(int64_t window_tokens, const IntFields& fields, std::initializer_list<const void*> in_pieces);
 
 }  // namespace replayssm

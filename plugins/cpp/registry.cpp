@@ -51,7 +51,7 @@ class ReplayCreator final : public nvinfer1::IPluginCreatorV3One {
 std::vector<nvinfer1::IPluginCreatorInterface*>& creators() {
   static auto& all = *new std::vector<nvinfer1::IPluginCreatorInterface*>{
       new ReplayCreator(causal_conv1d_definition()), new ReplayCreator(mamba2_definition()),
-      new ReplayCreator(gated_delta_net_definition())};
+      new ReplayCreator(gated_delta_net_definition()), new ReplayCreator(mamba2_with_conv_definition())};
   return all;
 }
 

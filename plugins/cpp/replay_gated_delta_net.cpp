@@ -42,34 +42,29 @@ std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions
                 type_text(inputs[kA].type));
 }
 
-const char* role(const Buffers& buffers, int64_t window_tokens, const IntFields& fields) {
+std::string append_launches(const nvinfer1::PluginTensorDesc*, const Dimensions& dimensions, const Fields& fields,
+                            const Buffers& buffers, std::vector<KernelLaunch>& launches) {
   const void* const* inputs = buffers.inputs;
   void* const* outputs = buffers.outputs;
-  return recurrence_role(window_tokens, fields,
-                         {inputs[kQ], inputs[kK], inputs[kV], outputs[kSsmStateOut], outputs[kKRingOut],
-                          outputs[kURingOut]});
-}
-
-void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&, KernelArgument& argument) {
   const int64_t S = dimensions['S'], R = dimensions['R'];
   const int64_t Hk = dimensions['k'], K = dimensions['K'], Hv = dimensions['v'], V = dimensions['V'];
   GatedDeltaNetParams params{};
-  params.q = buffers.inputs[kQ];
-  params.k = buffers.inputs[kK];
-  params.v = buffers.inputs[kV];
-  params.a = buffers.inputs[kA];
-  params.b = buffers.inputs[kB];
-  params.A_log = static_cast<const float*>(buffers.inputs[kALog]);
-  params.dt_bias = static_cast<const float*>(buffers.inputs[kDtBias]);
-  params.ssm_state = buffers.outputs[kSsmStateOut];
-  params.k_ring = buffers.outputs[kKRingOut];
-  params.u_ring = static_cast<float*>(buffers.outputs[kURingOut]);
-  params.g_ring = static_cast<float*>(buffers.outputs[kGRingOut]);
-  params.past_lengths = static_cast<const int32_t*>(buffers.inputs[kPastLengths]);
-  params.checkpoint_lengths = static_cast<const int32_t*>(buffers.inputs[kCheckpointLengths]);
-  params.num_tokens = static_cast<const int32_t*>(buffers.inputs[kNumTokens]);
-  params.slot_ids = static_cast<const int32_t*>(buffers.inputs[kSlotIds]);
-  params.o = buffers.outputs[kO];
+  params.q = inputs[kQ];
+  params.k = inputs[kK];
+  params.v = inputs[kV];
+  params.a = inputs[kA];
+  params.b = inputs[kB];
+  params.A_log = static_cast<const float*>(inputs[kALog]);
+  params.dt_bias = static_cast<const float*>(inputs[kDtBias]);
+  params.ssm_state = outputs[kSsmStateOut];
+  params.k_ring = outputs[kKRingOut];
+  params.u_ring = static_cast<float*>(outputs[kURingOut]);
+  params.g_ring = static_cast<float*>(outputs[kGRingOut]);
+  params.past_lengths = static_cast<const int32_t*>(inputs[kPastLengths]);
+  params.checkpoint_lengths = static_cast<const int32_t*>(inputs[kCheckpointLengths]);
+  params.num_tokens = static_cast<const int32_t*>(inputs[kNumTokens]);
+  params.slot_ids = static_cast<const int32_t*>(inputs[kSlotIds]);
+  params.o = outputs[kO];
   params.num_taken = buffers.counter;
   params.q_stride_batch = params.k_stride_batch = S * Hk * K;
   params.q_stride_token = params.k_stride_token = Hk * K;
@@ -87,7 +82,11 @@ void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&
   params.ring_rows = static_cast<int32_t>(R);
   params.num_rows = static_cast<int32_t>(dimensions['B']);
   params.num_slots = static_cast<int32_t>(dimensions['s']);
-  argument.set(params);
+  const char* role = recurrence_role(
+      S, fields.ints,
+      {inputs[kQ], inputs[kK], inputs[kV], outputs[kSsmStateOut], outputs[kKRingOut], outputs[kURingOut]});
+  launches.push_back({role, KernelArgument(params)});
+  return "";
 }
 
 }  // namespace
@@ -119,8 +118,7 @@ const PluginDefinition& gated_delta_net_definition() {
       recurrence_field_fault,
       dimension_fault,
       constants,
-      role,
-      pack};
+      append_launches};
   return definition;
 }
 

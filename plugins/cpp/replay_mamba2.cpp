@@ -9,9 +9,10 @@
 //   fields   history, max_draft_len; kernels
 //
 // The tables in Python: trtllm_replayssm/contract/plugin_io.py.
+#include "mamba2.h"
+
 #include <cstdint>
 
-#include "../kernels/mamba2/params.h"
 #include "definitions.h"
 #include "log.h"
 #include "recurrence.h"
@@ -29,28 +30,42 @@ enum Output : int32_t { kY, kSsmStateOut, kXRingOut, kBRingOut, kDtRingOut };
 
 std::string dimension_fault(const Dimensions& dimensions, const IntFields& fields) {
   const std::string fault = ring_rows_fault("x_ring", dimensions, fields);
-  if (!fault.empty() || !dimensions.knows("HG")) return fault;
-  if (dimensions['G'] >= 1 && dimensions['H'] % dimensions['G'] == 0) return "";
-  return concat("B: found ", dimensions['G'], " groups with ", dimensions['H'], " heads; needed heads in equal groups");
+  return fault.empty() ? mamba2_groups_fault("B", dimensions) : fault;
 }
 
 std::string constants(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions, const IntFields& fields) {
+  return mamba2_constants(dimensions, fields, inputs[kX].type, inputs[kSsmState].type, inputs[kDt].type);
+}
+
+std::string append_launches(const nvinfer1::PluginTensorDesc*, const Dimensions& dimensions, const Fields& fields,
+                            const Buffers& buffers, std::vector<KernelLaunch>& launches) {
+  const Mamba2Params params = mamba2_params(buffers, dimensions);
+  launches.push_back({mamba2_role(params, fields.ints), KernelArgument(params)});
+  return "";
+}
+
+}  // namespace
+
+std::string mamba2_groups_fault(const char* name, const Dimensions& dimensions) {
+  if (!dimensions.knows("HG") || (dimensions['G'] >= 1 && dimensions['H'] % dimensions['G'] == 0)) return "";
+  return concat(name, ": found ", dimensions['G'], " groups with ", dimensions['H'],
+                " heads; needed heads in equal groups");
+}
+
+std::string mamba2_constants(const Dimensions& dimensions, const IntFields& fields, nvinfer1::DataType activation,
+                             nvinfer1::DataType state, nvinfer1::DataType dt) {
   if (!dimensions.knows("HPNG")) return "";
   return concat("mamba2 n_heads=", dimensions['H'], " head_dim=", dimensions['P'], " d_state=", dimensions['N'],
-                " n_groups=", dimensions['G'], " ",
-                recurrence_constants(fields, inputs[kX].type, inputs[kSsmState].type), " dt_dtype=",
-                type_text(inputs[kDt].type));
+                " n_groups=", dimensions['G'], " ", recurrence_constants(fields, activation, state), " dt_dtype=",
+                type_text(dt));
 }
 
-const char* role(const Buffers& buffers, int64_t window_tokens, const IntFields& fields) {
-  const void* const* inputs = buffers.inputs;
-  void* const* outputs = buffers.outputs;
-  return recurrence_role(window_tokens, fields,
-                         {inputs[kX], inputs[kB], inputs[kC], outputs[kSsmStateOut], outputs[kXRingOut],
-                          outputs[kBRingOut]});
+const char* mamba2_role(const Mamba2Params& params, const IntFields& fields) {
+  return recurrence_role(params.seq_len, fields,
+                         {params.x, params.B, params.C, params.ssm_state, params.x_ring, params.B_ring});
 }
 
-void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&, KernelArgument& argument) {
+Mamba2Params mamba2_params(const Buffers& buffers, const Dimensions& dimensions) {
   const int64_t S = dimensions['S'], H = dimensions['H'], P = dimensions['P'];
   const int64_t G = dimensions['G'], N = dimensions['N'], R = dimensions['R'];
   Mamba2Params params{};
@@ -87,10 +102,8 @@ void pack(const Buffers& buffers, const Dimensions& dimensions, const IntFields&
   params.ring_rows = static_cast<int32_t>(R);
   params.num_rows = static_cast<int32_t>(dimensions['B']);
   params.num_slots = static_cast<int32_t>(dimensions['s']);
-  argument.set(params);
+  return params;
 }
-
-}  // namespace
 
 const PluginDefinition& mamba2_definition() {
   static const auto& definition = *new PluginDefinition{
@@ -119,8 +132,7 @@ const PluginDefinition& mamba2_definition() {
       recurrence_field_fault,
       dimension_fault,
       constants,
-      role,
-      pack};
+      append_launches};
   return definition;
 }
 

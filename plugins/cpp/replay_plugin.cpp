@@ -1,5 +1,6 @@
 #include "replay_plugin.h"
 
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -19,6 +20,20 @@ std::vector<PluginTensorDesc> build_descs(const DynamicPluginTensorDesc* tensors
   std::vector<PluginTensorDesc> descs;
   for (int32_t i = 0; i < count; ++i) descs.push_back(tensors[i].desc);
   return descs;
+}
+
+// The sizes of these letters, each as the first input that has the letter says it.
+nvinfer1::DimsExprs expressions_of(const TensorTable& table, const char* letters, const nvinfer1::DimsExprs* inputs) {
+  nvinfer1::DimsExprs found{};
+  for (const char* letter = letters; *letter != '\0'; ++letter) {
+    for (int32_t i = 0; i < table.input_count(); ++i) {
+      const char* place = std::strchr(table.inputs[i].dims, *letter);
+      if (place == nullptr) continue;
+      found.d[found.nbDims++] = inputs[i].d[place - table.inputs[i].dims];
+      break;
+    }
+  }
+  return found;
 }
 
 }  // namespace
@@ -82,7 +97,11 @@ int32_t ReplayPlugin::getOutputShapes(const nvinfer1::DimsExprs* inputs, int32_t
                                       int32_t output_count, nvinfer1::IExprBuilder&) noexcept {
   return guarded("getOutputShapes", kFailure, [&] {
     if (!check_counts(input_count, output_count)) return kFailure;
-    for (int32_t k = 0; k < output_count; ++k) outputs[k] = inputs[definition_.tensors.outputs[k].source];
+    const TensorTable& tensors = definition_.tensors;
+    for (int32_t k = 0; k < output_count; ++k) {
+      const OutputRule& rule = tensors.outputs[k];
+      outputs[k] = rule.dims == nullptr ? inputs[rule.source] : expressions_of(tensors, rule.dims, inputs);
+    }
     return 0;
   });
 }
@@ -125,6 +144,13 @@ int32_t ReplayPlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int
   });
 }
 
+std::size_t ReplayPlugin::getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t input_count,
+                                           const DynamicPluginTensorDesc*, int32_t) const noexcept {
+  const int32_t source = definition_.workspace_source;
+  if (source < 0 || source >= input_count) return 0;
+  return bytes_of(inputs[source].desc.type, inputs[source].max);
+}
+
 int32_t ReplayPlugin::onShapeChange(const PluginTensorDesc* inputs, int32_t input_count,
                                     const PluginTensorDesc* outputs, int32_t output_count) noexcept {
   return guarded("onShapeChange", kFailure, [&] { return check_shapes(inputs, input_count, outputs, output_count); });
@@ -154,7 +180,8 @@ std::string ReplayPlugin::bring_states(const PluginTensorDesc* input_descs, cons
                          " has another address than its input; the pool is copied in every step. Bind past and "
                          "present to one address, and enable PreviewFeature::kALIASED_PLUGIN_IO_10_03"));
     }
-    const std::size_t bytes = bytes_of(input_descs[rule.source]);
+    const PluginTensorDesc& state = input_descs[rule.source];
+    const std::size_t bytes = bytes_of(state.type, state.dims);
     const std::string fault = copy_on_device(buffers.outputs[k], buffers.inputs[rule.source], bytes, stream);
     if (!fault.empty()) return fault;
   }
@@ -162,7 +189,7 @@ std::string ReplayPlugin::bring_states(const PluginTensorDesc* input_descs, cons
 }
 
 int32_t ReplayPlugin::enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc* output_descs,
-                              const void* const* inputs, void* const* outputs, void*,
+                              const void* const* inputs, void* const* outputs, void* workspace,
                               cudaStream_t stream) noexcept {
   return guarded("enqueue", kFailure, [&] {
     Dimensions dimensions;
@@ -171,16 +198,17 @@ int32_t ReplayPlugin::enqueue(const PluginTensorDesc* input_descs, const PluginT
     if (!check(input_descs, definition_.tensors.input_count(), output_descs, getNbOutputs(), dimensions, error)) {
       return fail(error);
     }
-    Buffers buffers{inputs, outputs};
+    Buffers buffers{inputs, outputs, workspace};
     std::string fault = bring_states(input_descs, buffers, stream);
     if (!fault.empty()) return fail(fault);
     if (dimensions['B'] == 0 || dimensions['S'] == 0) return 0;
     fault = take_counter(buffers.counter);
     if (!fault.empty()) return fail(fault);
-    KernelArgument argument;
-    definition_.pack(buffers, dimensions, fields_.ints, argument);
-    const char* role = definition_.role(buffers, dimensions['S'], fields_.ints);
-    fault = launch_kernel(fields_.kernels, role, dimensions['B'], argument, stream);
+    std::vector<KernelLaunch> launches;
+    fault = definition_.append_launches(input_descs, dimensions, fields_, buffers, launches);
+    for (KernelLaunch& launch : launches) {
+      if (fault.empty()) fault = launch_kernel(fields_.kernels, launch, dimensions['B'], stream);
+    }
     return fault.empty() ? 0 : fail(fault);
   });
 }

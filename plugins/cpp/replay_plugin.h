@@ -1,5 +1,5 @@
 // The shared half of the plugins: TensorRT's interfaces around a table of tensors, a few ints and a kernel image.
-// A plugin itself is a PluginDefinition: replay_causal_conv1d.cpp, replay_mamba2.cpp, replay_gated_delta_net.cpp.
+// A plugin itself is a PluginDefinition: those of definitions.h.
 #pragma once
 
 #include <atomic>
@@ -21,6 +21,7 @@ constexpr char kVersion[] = "1";
 struct Buffers {
   const void* const* inputs;
   void* const* outputs;         // a state's address is its output's
+  void* workspace = nullptr;    // if the plugin has one
   uint32_t* counter = nullptr;  // for persistent kernels, if the image has any
 };
 
@@ -38,11 +39,12 @@ struct PluginDefinition {
   // of them is not known.
   std::string (*constants)(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions,
                            const IntFields& fields);
-  // The role of the kernel that runs this many window tokens at these addresses.
-  const char* (*role)(const Buffers& buffers, int64_t window_tokens, const IntFields& fields);
-  // Fill in the kernel's Params. All sizes are known and checked; all tensors are contiguous.
-  void (*pack)(const Buffers& buffers, const Dimensions& dimensions, const IntFields& fields,
-               KernelArgument& argument);
+  // Append what an enqueue launches, kernel after kernel. All sizes are known and checked; all tensors are contiguous.
+  // Returns what went wrong, or an empty string.
+  std::string (*append_launches)(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions,
+                                 const Fields& fields, const Buffers& buffers, std::vector<KernelLaunch>& launches);
+  // The input that the workspace is as large as; -1 where there is none.
+  int32_t workspace_source = -1;
 };
 
 class ReplayPlugin final : public nvinfer1::IPluginV3,
@@ -75,6 +77,9 @@ class ReplayPlugin final : public nvinfer1::IPluginV3,
                                  int32_t input_count, int32_t output_count) noexcept override;
   int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc* inputs, int32_t input_count,
                           const nvinfer1::DynamicPluginTensorDesc* outputs, int32_t output_count) noexcept override;
+  std::size_t getWorkspaceSize(const nvinfer1::DynamicPluginTensorDesc* inputs, int32_t input_count,
+                               const nvinfer1::DynamicPluginTensorDesc* outputs,
+                               int32_t output_count) const noexcept override;
 
   // Runtime
   int32_t onShapeChange(const nvinfer1::PluginTensorDesc* inputs, int32_t input_count,

@@ -15,6 +15,7 @@ using nvinfer1::PluginTensorDesc;
 std::string letter_text(char letter) {
   switch (letter) {
     case 's': return "slots";
+    case 'r': return "R_conv";
     case 'k': return "Hk";
     case 'v': return "Hv";
     default: return std::string(1, letter);
@@ -81,15 +82,15 @@ bool check_type(TypeRule rule, const char* name, DataType type, const Activation
   return false;
 }
 
-// One input, or an output with the rule of the input that it is like.
-bool check_tensor(const TensorRule& rule, const char* name, const PluginTensorDesc& tensor,
-                  const Activation& activation, Dimensions& dimensions, std::string& error) {
-  if (!check_type(rule.type, name, tensor.type, activation, error)) return false;
+// One input, or an output with the rule that it has from the input that it is like.
+bool check_tensor(const TensorRule& rule, const PluginTensorDesc& tensor, const Activation& activation,
+                  Dimensions& dimensions, std::string& error) {
+  if (!check_type(rule.type, rule.name, tensor.type, activation, error)) return false;
   if (tensor.format != nvinfer1::TensorFormat::kLINEAR) {
-    error = concat(name, ": found format ", static_cast<int32_t>(tensor.format), "; needed the linear format");
+    error = concat(rule.name, ": found format ", static_cast<int32_t>(tensor.format), "; needed the linear format");
     return false;
   }
-  return dimensions.bind(name, rule.dims, tensor.dims, error);
+  return dimensions.bind(rule.name, rule.dims, tensor.dims, error);
 }
 
 }  // namespace
@@ -153,8 +154,7 @@ bool check_tensors(const TensorTable& table, const PluginTensorDesc* inputs, int
   if (!check_count("outputs", output_count, table.output_count(), error)) return false;
   const Activation activation{table.inputs[0].name, inputs[0].type};
   for (int32_t i = 0; i < input_count; ++i) {
-    const TensorRule& rule = table.inputs[i];
-    if (!check_tensor(rule, rule.name, inputs[i], activation, dimensions, error)) return false;
+    if (!check_tensor(table.inputs[i], inputs[i], activation, dimensions, error)) return false;
   }
   for (int32_t k = 0; k < output_count; ++k) {
     const OutputRule& output = table.outputs[k];
@@ -164,15 +164,17 @@ bool check_tensors(const TensorTable& table, const PluginTensorDesc* inputs, int
                      type_text(source.type), ", as the input ", table.inputs[output.source].name);
       return false;
     }
-    const TensorRule& rule = table.inputs[output.source];
-    if (!check_tensor(rule, output.name, outputs[k], activation, dimensions, error)) return false;
+    const TensorRule rule{output.name, table.output_dims(output), table.inputs[output.source].type};
+    if (!check_tensor(rule, outputs[k], activation, dimensions, error)) return false;
   }
   return true;
 }
 
-std::size_t bytes_of(const PluginTensorDesc& tensor) {
-  std::size_t bytes = tensor.type == DataType::kFLOAT || tensor.type == DataType::kINT32 ? 4 : 2;
-  for (int32_t i = 0; i < tensor.dims.nbDims; ++i) bytes *= static_cast<std::size_t>(tensor.dims.d[i]);
+int64_t element_bytes(DataType type) { return type == DataType::kFLOAT || type == DataType::kINT32 ? 4 : 2; }
+
+std::size_t bytes_of(DataType type, const Dims& dims) {
+  auto bytes = static_cast<std::size_t>(element_bytes(type));
+  for (int32_t i = 0; i < dims.nbDims; ++i) bytes *= static_cast<std::size_t>(dims.d[i]);
   return bytes;
 }
 

@@ -23,14 +23,16 @@ enum class TypeRule {
 
 struct TensorRule {
   const char* name;
-  const char* dims;  // one letter a dimension: equal letters are equal sizes; s, k, v are printed as slots, Hk, Hv
+  const char* dims;  // one letter a dimension: equal letters are equal sizes; s, r, k, v are printed as slots, R_conv,
+                     // Hk, Hv
   TypeRule type;
 };
 
 struct OutputRule {
   const char* name;
-  int32_t source;   // index of the input whose shape and type the output has
+  int32_t source;   // index of the input whose type the output has, and whose shape, if `dims` does not say another one
   bool is_aliased;  // written in place: it shares the source's address
+  const char* dims = nullptr;  // letters of the inputs
 };
 
 struct TensorTable {
@@ -39,6 +41,9 @@ struct TensorTable {
 
   int32_t input_count() const { return static_cast<int32_t>(inputs.size()); }
   int32_t output_count() const { return static_cast<int32_t>(outputs.size()); }
+  const char* output_dims(const OutputRule& output) const {
+    return output.dims == nullptr ? inputs[output.source].dims : output.dims;
+  }
 };
 
 // Sizes by the letters of the table; -1 where a size is not known yet (the build phase).
@@ -73,6 +78,9 @@ bool check_tensors(const TensorTable& table, const nvinfer1::PluginTensorDesc* i
                    const nvinfer1::PluginTensorDesc* outputs, int32_t output_count, Dimensions& dimensions,
                    std::string& error);
 
-std::size_t bytes_of(const nvinfer1::PluginTensorDesc& tensor);
+// Of one number of a type that a tensor of ours may have.
+int64_t element_bytes(nvinfer1::DataType type);
+
+std::size_t bytes_of(nvinfer1::DataType type, const nvinfer1::Dims& dims);
 
 }  // namespace replayssm

@@ -72,16 +72,13 @@ def test_the_manifest_says_what_was_built(engine_folder: Path, rank_checkpoint: 
     decode, prefill = manifest.profiles
     assert (decode.batch, decode.window, decode.logits) == ((1, 4, 4), (1, 4, 4), (1, 4, 4))
     assert (prefill.batch, prefill.window, prefill.logits) == ((1, 1, 1), (1, 16, 16), (1, 1, 1))
-    assert {plugin.op_type: plugin.nodes for plugin in manifest.plugins} == {
-        "ReplayCausalConv1d": 2,
-        "ReplayMamba2": 2,
-    }
+    assert {plugin.op_type: plugin.nodes for plugin in manifest.plugins} == {"ReplayMamba2WithConv": 2}
 
 
 def test_the_builder_reports_the_plugin_layers_in_both_profiles(engine_folder: Path) -> None:
     report = read_report(engine_folder)
     assert report is not None
-    names = [f"layers.{layer}.mixer.{op}" for layer in (0, 3) for op in ("ReplayCausalConv1d", "ReplayMamba2")]
+    names = [f"layers.{layer}.mixer.ReplayMamba2WithConv" for layer in (0, 3)]
     assert [layer.name for layer in report.network_layers if layer.kind == "PLUGIN_V3"] == names
     assert sum(layer.kind == "KV_CACHE_UPDATE" for layer in report.network_layers) == 2
     built = [layer.name for layer in report.engine_layers if layer.kind == "PluginV3"]
@@ -189,8 +186,8 @@ def changed(model: onnx.ModelProto, op_type: str, **attributes: int) -> onnx.Mod
 
 
 def test_a_graph_that_the_parser_refuses_is_told_in_its_own_words(small_graph: onnx.ModelProto, tmp_path: Path) -> None:
-    copy = changed(small_graph, "ReplayMamba2")
-    next(node for node in copy.graph.node if node.op_type == "ReplayMamba2").op_type = "ReplayMamba9"
+    copy = changed(small_graph, "ReplayMamba2WithConv")
+    next(node for node in copy.graph.node if node.op_type == "ReplayMamba2WithConv").op_type = "ReplayMamba9"
     with pytest.raises(
         BuildError, match=r"(?s)ONNX parser: refused.*ReplayMamba9 layers\.0\.mixer.*[Pp]lugin not found"
     ):
@@ -201,7 +198,7 @@ def test_a_ring_that_is_too_short_is_refused_by_the_plugin_with_the_reason(
     small_graph: onnx.ModelProto, tmp_path: Path
 ) -> None:
     with pytest.raises(BuildError, match=r"(?s)x_ring.*12.*history"):
-        plan_of(changed(small_graph, "ReplayMamba2", history=30), tmp_path)
+        plan_of(changed(small_graph, "ReplayMamba2WithConv", history=30), tmp_path)
 
 
 class InterruptedProgress(BuildProgress):

@@ -13,7 +13,7 @@ from tests.builders.tiny_geometry import random_weights, tiny_geometry, tiny_qwe
 from trtllm_replayssm.builders.export import embed_weights, export, set_kernels
 from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGINS, PluginIO
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2_WITH_CONV, PLUGINS, PluginIO
 from trtllm_replayssm.contract.tensors import network_inputs, network_outputs
 from trtllm_replayssm.errors import CheckpointError
 
@@ -62,9 +62,18 @@ def test_inputs_and_outputs_are_those_of_the_contract(
             assert tuple(dims) == spec.shape, name
 
 
-def test_nodes_of_ours_have_the_inputs_outputs_and_fields_of_the_plugins(graph: onnx.ModelProto) -> None:
-    for io in (CAUSAL_CONV1D, MAMBA2):
-        check_nodes(graph, io, layers=(0, 3))
+def test_a_mamba2_layer_has_one_node_with_the_inputs_outputs_and_fields_of_its_plugin(graph: onnx.ModelProto) -> None:
+    check_nodes(graph, MAMBA2_WITH_CONV, layers=(0, 3))
+    kinds = {node.op_type for node in graph.graph.node if node.domain == "trtllm_replayssm"}
+    assert kinds == {MAMBA2_WITH_CONV.op_type}
+    node = next(node for node in graph.graph.node if node.op_type == MAMBA2_WITH_CONV.op_type)
+    roles = dict(zip(MAMBA2_WITH_CONV.inputs, node.input, strict=True))
+    weights = {role: name.removeprefix("layers.0.mixer.") for role, name in roles.items() if "mixer" in name}
+    of_conv = {"conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias"}
+    assert weights == of_conv | {"A": "A", "D": "D", "dt_bias": "dt_bias"}
+    # z, xBC and dt are packed in this order.
+    split = next(n for n in graph.graph.node if roles["dt"] in n.output)
+    assert list(split.output)[1:] == [roles["xBC"], roles["dt"]]
 
 
 def test_nodes_of_a_gated_delta_net_have_those_of_its_plugin(qwen_graph: onnx.ModelProto) -> None:
@@ -104,7 +113,7 @@ def test_rotation_is_the_standard_op_on_angles_made_once(qwen_graph: onnx.ModelP
 
 
 def test_the_fields_carry_history_and_window(graph: onnx.ModelProto) -> None:
-    node = next(node for node in graph.graph.node if node.op_type == "ReplayMamba2")
+    node = next(node for node in graph.graph.node if node.op_type == "ReplayMamba2WithConv")
     assert {attribute.name: attribute.i for attribute in node.attribute} == {"history": 8, "max_draft_len": 3}
 
 

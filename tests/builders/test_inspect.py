@@ -35,15 +35,15 @@ def test_an_engine_folder_shows_layers_states_profiles_targets_and_versions(
         "prefill",
         "compute capability 8.0, 8.9, 12.0",
         "tensorrt_rtx 1.",
-        "ReplayMamba2 ",
-        "layers.{0,3}.mixer.ReplayCausalConv1d x2",
+        "ReplayMamba2WithConv ",
+        "layers.{0,3}.mixer.ReplayMamba2WithConv x2",
         "engine layers, 2 profiles",
         "12 states updated in place",
     ):
         assert expected in text, expected
     engine = inspect_json(engine_folder, capsys)["engine"]
     assert isinstance(engine, dict)
-    assert (engine["network_layers"]["PLUGIN_V3"], len(engine["plugin_layers"])) == (4, 4)
+    assert (engine["network_layers"]["PLUGIN_V3"], len(engine["plugin_layers"])) == (2, 2)
 
 
 def test_the_times_of_a_build_add_up(engine_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,8 +74,8 @@ def test_what_is_piped_has_no_trailing_blanks(engine_folder: Path, capsys: pytes
 
 
 def test_many_layers_and_kinds_are_folded() -> None:
-    names = tuple(f"layers.{layer}.mixer.ReplayMamba2" for layer in range(0, 54, 2))
-    assert inspect._grouped(names) == ["layers.{0,2,4,6,8,...,52}.mixer.ReplayMamba2 x27"]
+    names = tuple(f"layers.{layer}.mixer.ReplayMamba2WithConv" for layer in range(0, 54, 2))
+    assert inspect._grouped(names) == ["layers.{0,2,4,6,8,...,52}.mixer.ReplayMamba2WithConv x27"]
     assert inspect._grouped(("embedding",)) == ["embedding x1"]
     counts = {f"KIND{number}": 20 - number for number in range(10)}
     assert inspect._counts(counts).endswith("13 KIND7, and 23 of 2 more types")
@@ -87,8 +87,7 @@ def test_plugin_names_stay_whole_in_a_terminal_of_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["inspect", str(engine_folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for name in ("ReplayCausalConv1d", "ReplayMamba2"):
-        assert any(line.split()[:3] == [name, "1", "2"] for line in lines), name
+    assert any(line.split()[:3] == ["ReplayMamba2WithConv", "1", "2"] for line in lines)
 
 
 def test_the_bytes_per_slot_are_those_of_the_memory_plan(

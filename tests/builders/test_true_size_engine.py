@@ -28,7 +28,7 @@ print(max(peaks) // 1024, time.perf_counter() - started)
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
-        ("nemotron_nano_9b_v2_config.json", {"PLUGIN_V3": 54, "KV_CACHE_UPDATE": 8}),
+        ("nemotron_nano_9b_v2_config.json", {"PLUGIN_V3": 27, "KV_CACHE_UPDATE": 8}),
         ("qwen3_5_9b_config.json", {"PLUGIN_V3": 48, "KV_CACHE_UPDATE": 16, "ROTARY_EMBEDDING": 16}),
     ],
     ids=["nemotron_nano_9b_v2", "qwen3_5_9b"],

@@ -188,10 +188,11 @@ HARNESS_EXPORT int32_t harness_output_types(IPluginV3* plugin, const int32_t* in
   return result;
 }
 
-// Which input's dimensions an output is given, as TensorRT would ask: every input has expressions of its own, here
-// tokens that are never looked into. -1 when they are no single input's.
-HARNESS_EXPORT int32_t harness_output_sources(IPluginV3* plugin, const int32_t* input_ranks, int32_t input_count,
-                                              int32_t* sources, int32_t output_count) {
+// Which dimensions of the inputs an output is given, as TensorRT would ask: every input has expressions of its own, here
+// tokens that are never looked into. Of each output its rank, then, of as many dimensions as any may have, the input and
+// the axis as one number.
+HARNESS_EXPORT int32_t harness_output_axes(IPluginV3* plugin, const int32_t* input_ranks, int32_t input_count,
+                                           int32_t* axes, int32_t output_count) {
   static char tokens[64][Dims::MAX_DIMS];
   static char builder_stand_in[256];
   std::vector<DimsExprs> inputs(static_cast<std::size_t>(input_count));
@@ -206,12 +207,9 @@ HARNESS_EXPORT int32_t harness_output_sources(IPluginV3* plugin, const int32_t* 
   const int32_t result =
       build(plugin)->getOutputShapes(inputs.data(), input_count, nullptr, 0, outputs.data(), output_count, builder);
   for (int32_t k = 0; k < output_count; ++k) {
-    sources[k] = -1;
-    for (int32_t i = 0; i < input_count; ++i) {
-      if (outputs[k].nbDims == inputs[i].nbDims &&
-          std::equal(inputs[i].d, inputs[i].d + inputs[i].nbDims, outputs[k].d)) {
-        sources[k] = i;
-      }
+    *axes++ = outputs[k].nbDims;
+    for (int32_t axis = 0; axis < Dims::MAX_DIMS; ++axis) {
+      *axes++ = static_cast<int32_t>(reinterpret_cast<const char*>(outputs[k].d[axis]) - &tokens[0][0]);
     }
   }
   return result;
@@ -243,10 +241,11 @@ HARNESS_EXPORT int32_t harness_on_shape_change(IPluginV3* plugin, const Tensor* 
 }
 
 HARNESS_EXPORT int32_t harness_enqueue(IPluginV3* plugin, const Tensor* tensors, int32_t input_count,
-                                       int32_t output_count, const void* const* addresses, void* stream) {
+                                       int32_t output_count, const void* const* addresses, void* workspace,
+                                       void* stream) {
   const auto descs = descs_of(tensors, input_count + output_count);
   std::vector<void*> outputs;
   for (int32_t k = 0; k < output_count; ++k) outputs.push_back(const_cast<void*>(addresses[input_count + k]));
-  return runtime(plugin)->enqueue(descs.data(), descs.data() + input_count, addresses, outputs.data(), nullptr,
+  return runtime(plugin)->enqueue(descs.data(), descs.data() + input_count, addresses, outputs.data(), workspace,
                                   static_cast<cudaStream_t>(stream));
 }

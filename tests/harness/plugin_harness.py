@@ -20,6 +20,7 @@ DATA_TYPES = {"float32": 0, "float16": 1, "int8": 2, "int32": 3, "bfloat16": 7, 
 FIELD_TYPES = {"float32": 1, "int8": 3, "int32": 5, "char": 6, "int64": 10}
 _FIELD_CTYPES: dict[str, Any] = {"float32": ctypes.c_float, "int32": ctypes.c_int32, "int64": ctypes.c_int64}
 _TEXT_BYTES = 1 << 16
+_MAX_DIMS = 8
 
 
 class _Field(ctypes.Structure):
@@ -36,7 +37,7 @@ class _Tensor(ctypes.Structure):
         ("type", ctypes.c_int32),
         ("format", ctypes.c_int32),
         ("rank", ctypes.c_int32),
-        ("dims", ctypes.c_int64 * 8),
+        ("dims", ctypes.c_int64 * _MAX_DIMS),
     ]
 
 
@@ -131,7 +132,7 @@ def _field_buffer(field: Field) -> Any:
 
 def _tensors(descs: Sequence[TensorDesc]) -> Any:
     return (_Tensor * len(descs))(
-        *(_Tensor(DATA_TYPES[d.dtype], d.format, len(d.shape), (ctypes.c_int64 * 8)(*d.shape)) for d in descs)
+        *(_Tensor(DATA_TYPES[d.dtype], d.format, len(d.shape), (ctypes.c_int64 * _MAX_DIMS)(*d.shape)) for d in descs)
     )
 
 
@@ -216,12 +217,14 @@ class HarnessPlugin:
         names = {number: name for name, number in DATA_TYPES.items()}
         return [names[number] for number in taken]
 
-    def output_sources(self, input_ranks: Sequence[int]) -> list[int]:
-        """Return, per output, the input whose dimensions it has."""
+    def output_axes(self, input_ranks: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
+        """Return, per output, the input and its axis that each of its dimensions is."""
         ranks = (ctypes.c_int32 * len(input_ranks))(*input_ranks)
-        sources = (ctypes.c_int32 * len(self.io.outputs))()
-        self._require_zero(self.c.harness_output_sources(self.pointer, ranks, len(ranks), sources, len(sources)))
-        return list(sources)
+        axes = (ctypes.c_int32 * (len(self.io.outputs) * (1 + _MAX_DIMS)))()
+        count = len(self.io.outputs)
+        self._require_zero(self.c.harness_output_axes(self.pointer, ranks, len(ranks), axes, count))
+        found = [axes[k * (1 + _MAX_DIMS) : (k + 1) * (1 + _MAX_DIMS)] for k in range(count)]
+        return [tuple(divmod(place, _MAX_DIMS) for place in places[:rank]) for rank, *places in found]
 
     def supports(self, position: int, inputs: Sequence[TensorDesc], outputs: Sequence[TensorDesc]) -> bool:
         """Return supportsFormatCombination's answer."""
@@ -257,15 +260,17 @@ class HarnessPlugin:
         outputs: Sequence[TensorDesc],
         addresses: Sequence[int],
         stream: int = 0,
+        workspace: int = 0,
     ) -> None:
-        """Call enqueue with device addresses, of the inputs and then of the outputs.
+        """Call enqueue with device addresses, of the inputs and then of the outputs, and of the workspace.
 
         Raises:
             PluginRefusedError: it returned non-zero.
         """
         tensors, pointers = _tensors([*inputs, *outputs]), (ctypes.c_void_p * len(addresses))(*addresses)
+        last = (ctypes.c_void_p(workspace), ctypes.c_void_p(stream))
         self._require_zero(
-            self.c.harness_enqueue(self.pointer, tensors, len(inputs), len(outputs), pointers, ctypes.c_void_p(stream)),
+            self.c.harness_enqueue(self.pointer, tensors, len(inputs), len(outputs), pointers, *last),
         )
 
     def _require_zero(self, result: int) -> None:
@@ -281,6 +286,9 @@ def _read_field(field: _Field, type_name: str) -> Field:
 
 
 def shapes_of(io: PluginIO, inputs: Mapping[str, TensorDesc]) -> tuple[list[TensorDesc], list[TensorDesc]]:
-    """Return the descriptions in the plugin's order: the inputs, and the outputs as their sources."""
+    """Return the descriptions in the plugin's order: the inputs, and the outputs as the contract has them."""
     ordered = [inputs[name] for name in io.inputs]
-    return ordered, [ordered[io.source(k)] for k in range(len(io.outputs))]
+    shapes = [desc.shape for desc in ordered]
+    return ordered, [
+        TensorDesc(io.output_shape(k, shapes), ordered[io.source(k)].dtype) for k in range(len(io.outputs))
+    ]

@@ -40,6 +40,7 @@ class Call:
     tensors: dict[str, tuple[tuple[int, ...], str]]
     addresses: list[int]
     stream: int = 0
+    workspace: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _perform(order: dict[str, Any]) -> Recording:
     for call in order["calls"]:
         inputs, outputs = shapes_of(io, {n: TensorDesc(tuple(s), t) for n, (s, t) in call["tensors"].items()})
         try:
-            plugin.enqueue(inputs, outputs, call["addresses"], call["stream"])
+            plugin.enqueue(inputs, outputs, call["addresses"], call["stream"], call["workspace"])
             recording.refusals.append(None)
         except PluginRefusedError as refusal:
             recording.refusals.append(str(refusal))

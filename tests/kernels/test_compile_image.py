@@ -1,6 +1,7 @@
 """Kernel images: what is packed comes back, what is damaged is refused."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
 from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Kernel, Mamba2Specialization, Role
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 CONV = CausalConv1dSpecialization(4096, 4, "float16")
 
@@ -78,6 +80,30 @@ def test_an_image_prefills_by_chunks_where_it_can(own_cache: None) -> None:
         assert entry.symbol == shape.symbol == f"replay_mamba2_{kernel}" and entry.symbol.encode() in entry.cubin
         assert (entry.grid_x, entry.block_x) == (shape.grid_x, shape.block_x)
         assert entry.dynamic_shared_bytes == shape.dynamic_shared_bytes
+
+
+def test_an_image_of_both_has_the_kernels_of_each_and_the_one_that_does_both(own_cache: None) -> None:
+    step = Mamba2Specialization(8, 16, 128, 2, 4, 1, "bfloat16", "float32", "bfloat16")
+    specialization = Mamba2WithConvSpecialization(step, 4)
+    constants, entries = unpack(kernel_image(specialization, ["sm_80", "sm_90a"]))
+    assert constants == (
+        "mamba2 n_heads=8 head_dim=16 d_state=128 n_groups=2 history=4 max_draft_len=1 "
+        "activation_dtype=bfloat16 state_dtype=float32 dt_dtype=bfloat16 d_conv=4"
+    )
+    generic = ["conv_step", "conv_prefill", "conv_one_token_step", "step", "prefill"]
+    assert [(e.role, e.compute_capability) for e in entries] == [
+        *((role, 80) for role in generic),
+        *((role, 90) for role in (*generic, "pipelined_step", "step_with_conv")),
+    ]
+    # The very kernels that the two have by themselves, and no limit of work but for the one.
+    _, alone = unpack(kernel_image(specialization.convolution, ["sm_80"]))
+    assert [replace(entry, role=f"conv_{entry.role}") for entry in alone] == list(entries[:3])
+    assert unpack(kernel_image(step, ["sm_90a"]))[1] == entries[8:11]
+    *others, both = entries
+    assert {entry.most_blocks_per_multiprocessor for entry in others} == {0}
+    shape = specialization.launch_shape("step_with_conv")
+    assert (both.symbol, both.grid_x, both.is_persistent) == ("replay_mamba2_step_with_conv", 8, True)
+    assert both.most_blocks_per_multiprocessor == shape.most_blocks_per_multiprocessor == 2 * 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.5, 0.999])

@@ -174,12 +174,20 @@ def test_a_step_that_convolves_has_the_make_up_of_the_step() -> None:
 
 
 def test_long_windows_of_many_rows_are_convolved_in_a_launch_of_their_own() -> None:
-    one, four = (Mamba2WithConvSpecialization(changed(max_draft_len=draft), 4) for draft in (0, 3))
+    found = (Mamba2WithConvSpecialization(changed(max_draft_len=draft), 4) for draft in (0, 3))
+    one, four = (specialization.launch_shape("step_with_conv") for specialization in found)
     assert one.is_faster(512, 132) and four.is_faster(4, 132) and not four.is_faster(8, 132)
     assert four.is_faster(8, 264)
 
 
 @pytest.mark.parametrize(("d_conv", "values"), [(3, {}), (4, {"d_state": 64}), (4, {"state_dtype": "float16"})])
 def test_other_constants_have_no_step_that_convolves(d_conv: int, values: dict[str, object]) -> None:
+    found = Mamba2WithConvSpecialization(changed(**values), d_conv)
+    assert found.roles("sm_90a") == () and found.convolution.d_conv == d_conv
     with pytest.raises(UnsupportedError, match="no step that convolves"):
-        Mamba2WithConvSpecialization(changed(**values), d_conv)
+        found.launch_shape("step_with_conv")
+
+
+def test_a_convolution_without_kernels_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="d_conv from 2 to 8"):
+        Mamba2WithConvSpecialization(NANO_9B, 9)

@@ -3,18 +3,26 @@
 from collections.abc import Callable
 
 from tests.harness.plugin_harness import TensorDesc
-from tests.plugins.plugin_networks import NodeCase, conv_case, gated_delta_net_case, mamba2_case
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PluginIO
+from tests.plugins.plugin_networks import (
+    NodeCase,
+    conv_case,
+    gated_delta_net_case,
+    mamba2_case,
+    mamba2_with_conv_case,
+)
+from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, MAMBA2_WITH_CONV, PluginIO
 
 INTS = {
     CAUSAL_CONV1D.op_type: {"activation": 1},
     MAMBA2.op_type: {"history": 8, "max_draft_len": 3},
     GATED_DELTA_NET.op_type: {"history": 8, "max_draft_len": 3},
+    MAMBA2_WITH_CONV.op_type: {"history": 8, "max_draft_len": 3},
 }
 _NODES: dict[str, Callable[[str], NodeCase]] = {
     CAUSAL_CONV1D.op_type: conv_case,
     MAMBA2.op_type: mamba2_case,
     GATED_DELTA_NET.op_type: gated_delta_net_case,
+    MAMBA2_WITH_CONV.op_type: mamba2_with_conv_case,
 }
 
 

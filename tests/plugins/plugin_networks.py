@@ -7,15 +7,25 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGIN_NAMESPACE, PluginIO
+from trtllm_replayssm.contract.plugin_io import (
+    CAUSAL_CONV1D,
+    GATED_DELTA_NET,
+    MAMBA2,
+    MAMBA2_WITH_CONV,
+    PLUGIN_NAMESPACE,
+    PluginIO,
+)
 from trtllm_replayssm.plugins import kernel_image
 from trtllm_replayssm.plugins.specialize import (
+    CONV_PREFIX,
+    ROLES,
     CausalConv1dSpecialization,
     Mamba2Specialization,
     Specialization,
     constants_of,
 )
 from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 ONNX_TYPES = {
     "float32": TensorProto.FLOAT,
@@ -43,7 +53,7 @@ def specialization_of(io: PluginIO, dtype: str = "bfloat16", state_dtype: str = 
             state_dtype=state_dtype,  # type: ignore[arg-type]
             gate_dtype=dtype,  # type: ignore[arg-type]
         )
-    return Mamba2Specialization(
+    step = Mamba2Specialization(
         n_heads=4,
         head_dim=16,
         d_state=32,
@@ -54,13 +64,20 @@ def specialization_of(io: PluginIO, dtype: str = "bfloat16", state_dtype: str = 
         state_dtype=state_dtype,  # type: ignore[arg-type]
         dt_dtype=dtype,  # type: ignore[arg-type]
     )
+    return Mamba2WithConvSpecialization(step, 4) if io is MAMBA2_WITH_CONV else step
+
+
+def generic_roles(specialization: Specialization) -> tuple[str, ...]:
+    """Return the roles that an image of these kernels has for every architecture."""
+    is_both = isinstance(specialization, Mamba2WithConvSpecialization)
+    return (*(CONV_PREFIX + role for role in ROLES), *ROLES) if is_both else ROLES
 
 
 def placeholder_image(specialization: Specialization, cubin: bytes = b"not a cubin") -> bytes:
     """Return a sound kernel image whose cubins no test loads into a device."""
     entries = [
         kernel_image.KernelEntry(role, f"replay_{role}", capability, False, 4, 128, 0, cubin)
-        for role in ("step", "prefill")
+        for role in generic_roles(specialization)
         for capability in (80, 89)
     ]
     return kernel_image.pack(constants_of(specialization), entries)
@@ -89,13 +106,17 @@ class NodeCase:
         if image is not None:
             tensor = helper.make_tensor("kernels", TensorProto.INT8, [len(image)], image, raw=True)
             node.attribute.append(helper.make_attribute("kernels", tensor))
-        inputs = [self._value(name, name) for name in self.io.inputs]
-        outputs = [self._value(name, source) for name, source in sources.items()]
+        shapes = [self.shapes[name] for name in self.io.inputs]
+        inputs = [self._value(name, name, self.shapes[name]) for name in self.io.inputs]
+        outputs = [
+            self._value(name, source, self.io.output_shape(index, shapes))
+            for index, (name, source) in enumerate(sources.items())
+        ]
         graph = helper.make_graph([node], "one_plugin", inputs, outputs)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid(domain, 1)])
 
-    def _value(self, name: str, like: str) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, ONNX_TYPES[self.dtypes[like]], list(self.shapes[like]))
+    def _value(self, name: str, like: str, shape: Shape) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, ONNX_TYPES[self.dtypes[like]], list(shape))
 
 
 def conv_case(dtype: str = "bfloat16", image: bytes | None = None) -> NodeCase:
@@ -139,6 +160,27 @@ def mamba2_case(dtype: str = "bfloat16", state_dtype: str = "float32", image: by
     image = image or placeholder_image(specialization_of(MAMBA2, dtype, state_dtype))
     attributes = {"history": 8, "max_draft_len": 3, "kernels": image}
     return NodeCase(MAMBA2, shapes, dtypes, attributes)
+
+
+def mamba2_with_conv_case(
+    dtype: str = "bfloat16", state_dtype: str = "float32", image: bytes | None = None
+) -> NodeCase:
+    """Return a right ReplayMamba2WithConv node: as those of its two parts, 192 channels."""
+    io, recurrence = MAMBA2_WITH_CONV, mamba2_case(dtype, state_dtype)
+    of_conv: dict[str, Shape] = {
+        "xBC": ("B", "S", 192),
+        "conv_weight": (192, 4),
+        "conv_bias": (192,),
+        "conv_ring": (3, 7, 192),
+    }
+    shapes, dtypes = recurrence.shapes | of_conv, recurrence.dtypes | dict.fromkeys(of_conv, dtype)
+    image = image or placeholder_image(specialization_of(io, dtype, state_dtype))
+    return NodeCase(
+        io,
+        {name: shapes[name] for name in io.inputs},
+        {name: dtypes[name] for name in io.inputs},
+        recurrence.attributes | {"kernels": image},
+    )
 
 
 def gated_delta_net_case(dtype: str = "bfloat16", state_dtype: str = "float32", image: bytes | None = None) -> NodeCase:

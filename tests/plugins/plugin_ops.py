@@ -19,6 +19,7 @@ from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, 
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
 from trtllm_replayssm.plugins.specialize import (
+    CONV_PREFIX,
     CausalConv1dSpecialization,
     Mamba2Specialization,
     Role,
@@ -26,6 +27,7 @@ from trtllm_replayssm.plugins.specialize import (
     constants_of,
 )
 from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 
 class PluginOp:
@@ -54,11 +56,15 @@ class PluginOp:
                 dense[name] = dense[name].contiguous()
             assert dense[name].is_contiguous(), f"TensorRT hands {name} over contiguous"
         inputs, outputs = shapes_of(self.io, {name: _desc(tensor) for name, tensor in dense.items()})
-        result = torch.full_like(dense[self.io.inputs[self.io.source(0)]], torch.nan)
+        like = dense[self.io.inputs[self.io.source(0)]]
+        result = torch.full(outputs[0].shape, torch.nan, dtype=like.dtype, device=like.device)
+        # Filled with NaN of any type: what is read there must have been written.
+        num_bytes = self.plugin.workspace_bytes(inputs, outputs)
+        workspace = torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=like.device)
         addresses = [dense[name].data_ptr() for name in self.io.inputs]
         addresses += [addresses[self.io.aliases[k]] if k else result.data_ptr() for k in range(len(outputs))]
         self.plugin.on_shape_change(inputs, outputs)
-        self.plugin.enqueue(inputs, outputs, addresses, stream)
+        self.plugin.enqueue(inputs, outputs, addresses, stream, workspace.data_ptr())
         return result
 
 
@@ -74,18 +80,27 @@ def device_image(specialization: Specialization) -> bytes:
 
 def emulated_image(specialization: Specialization, folder: Path) -> bytes:
     """Compile the kernels for the CPU; the image holds their paths where cubins would be."""
-    return pack(
-        constants_of(specialization),
-        [_emulated_entry(specialization, role, folder) for role in specialization.roles("sm_80")],
-    )
+    entries = [_emulated_entry(specialization, role, folder) for role in specialization.roles("sm_80")]
+    return pack(constants_of(specialization), entries)
 
 
-def _emulated_entry(specialization: Specialization, role: Role, folder: Path) -> KernelEntry:
+def emulated_image_with_conv(specialization: Mamba2WithConvSpecialization, folder: Path) -> bytes:
+    """As ``emulated_image``, with the kernels that devices with bulk copies have."""
+    parts: list[tuple[str, Specialization]] = [
+        (CONV_PREFIX, specialization.convolution),
+        ("", specialization.step),
+        ("", specialization),
+    ]
+    entries = [_emulated_entry(part, role, folder, prefix) for prefix, part in parts for role in part.roles("sm_90a")]
+    return pack(constants_of(specialization), entries)
+
+
+def _emulated_entry(specialization: Specialization, role: Role, folder: Path, prefix: str = "") -> KernelEntry:
     shape = specialization.launch_shape(role)
     output = folder / f"{shape.symbol}.so"
     compile_emulated(output, specialization, role)
     return KernelEntry(
-        role,
+        prefix + role,
         shape.symbol,
         90,
         False,
@@ -93,7 +108,9 @@ def _emulated_entry(specialization: Specialization, role: Role, folder: Path) ->
         shape.block_x,
         shape.dynamic_shared_bytes,
         str(output).encode(),
+        is_persistent=shape.is_persistent,
         rows_per_block=shape.rows_per_block,
+        most_blocks_per_multiprocessor=shape.most_blocks_per_multiprocessor,
     )
 
 

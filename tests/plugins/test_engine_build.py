@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.plugins.plugin_networks import NodeCase, conv_case, gated_delta_net_case, mamba2_case, random_image
+from tests.plugins.plugin_networks import (
+    NodeCase,
+    conv_case,
+    gated_delta_net_case,
+    mamba2_case,
+    mamba2_with_conv_case,
+    random_image,
+)
 from trtllm_replayssm import backend
-from trtllm_replayssm.contract.plugin_io import GATED_DELTA_NET, MAMBA2, PluginIO
+from trtllm_replayssm.contract.plugin_io import GATED_DELTA_NET, MAMBA2, MAMBA2_WITH_CONV, PluginIO
 
 
 @dataclass
@@ -77,6 +84,8 @@ CASES = {
     "mamba2-float16-state_bfloat16": mamba2_case("float16", "bfloat16"),
     "gated_delta_net-bfloat16": gated_delta_net_case(),
     "gated_delta_net-float32-state_float16": gated_delta_net_case("float32", "float16"),
+    "mamba2_with_conv-bfloat16": mamba2_with_conv_case(),
+    "mamba2_with_conv-float16-state_bfloat16": mamba2_with_conv_case("float16", "bfloat16"),
 }
 
 
@@ -95,7 +104,9 @@ def test_an_engine_of_one_plugin_builds_with_the_states_as_inputs_and_outputs(
 
 
 @pytest.mark.parametrize(
-    "case", [conv_case(), mamba2_case(), gated_delta_net_case()], ids=["conv", "mamba2", "gated_delta_net"]
+    "case",
+    [conv_case(), mamba2_case(), gated_delta_net_case(), mamba2_with_conv_case()],
+    ids=["conv", "mamba2", "gated_delta_net", "mamba2_with_conv"],
 )
 def test_tensorrt_sees_the_aliases(rtx: backend.Backend, case: NodeCase) -> None:
     built = build(rtx, case, is_aliasing=False)
@@ -105,8 +116,8 @@ def test_tensorrt_sees_the_aliases(rtx: backend.Backend, case: NodeCase) -> None
 
 @pytest.mark.parametrize(
     ("io", "case_of"),
-    [(MAMBA2, mamba2_case), (GATED_DELTA_NET, gated_delta_net_case)],
-    ids=["mamba2", "gated_delta_net"],
+    [(MAMBA2, mamba2_case), (GATED_DELTA_NET, gated_delta_net_case), (MAMBA2_WITH_CONV, mamba2_with_conv_case)],
+    ids=["mamba2", "gated_delta_net", "mamba2_with_conv"],
 )
 def test_the_kernels_travel_in_the_engine(rtx: backend.Backend, io: PluginIO, case_of: Callable[..., NodeCase]) -> None:
     image = random_image(io, 300_000)
@@ -126,6 +137,12 @@ def spoilt_by(case_of: Callable[..., NodeCase] = mamba2_case, /, **changes: Any)
 
 
 SHORT_RINGS = {"x_ring": (3, 11, 4, 16), "B_ring": (3, 11, 2, 32), "dt_ring": (3, 11, 4)}
+CHANNELS = {
+    "xBC": ("B", "S", 200),
+    "conv_weight": (200, 4),
+    "conv_bias": (200,),
+    "conv_ring": (3, 7, 200),
+}
 GDN_SHORT_RINGS = {"k_ring": (3, 11, 2, 16), "u_ring": (3, 11, 6, 32), "g_ring": (3, 11, 6)}
 REFUSED = {
     "heads": (spoilt_by(shapes={"dt": ("B", "S", 5)}), "dt: found [?, ?, 5]; needed [B, S, H] with H = 4, as x"),
@@ -142,6 +159,26 @@ REFUSED = {
     "float_history": (spoilt_by(attributes={"history": 8.0}), "field history: found 1 x float32; needed one int32"),
     "short_history": (spoilt_by(attributes={"history": 3}), "field history: found 3 with max_draft_len = 3; needed"),
     "no_image": (spoilt_by(attributes={"kernels": b"zeros" * 99}), "field kernels: found 495 bytes that are no kernel"),
+    "with_conv-channels": (
+        spoilt_by(mamba2_with_conv_case, shapes=CHANNELS),
+        "xBC: found 200 channels; needed 192 (H P + 2 G N)",
+    ),
+    "with_conv-conv_ring_rows": (
+        spoilt_by(mamba2_with_conv_case, shapes={"conv_ring": (3, 6, 192)}),
+        "conv_ring: found 6 rows with d_conv = 4; needed at least 7 (d_conv - 1 + 1 + max_draft_len)",
+    ),
+    "with_conv-ring_rows": (
+        spoilt_by(mamba2_with_conv_case, shapes=SHORT_RINGS),
+        "x_ring: found 11 rows with history = 8 and max_draft_len = 3; needed",
+    ),
+    "with_conv-weight_type": (
+        spoilt_by(mamba2_with_conv_case, dtypes={"conv_weight": "float32"}),
+        "conv_weight: found type float32; needed bfloat16, as xBC",
+    ),
+    "with_conv-image": (
+        spoilt_by(mamba2_with_conv_case, attributes={"kernels": random_image(MAMBA2, 99)}),
+        'dt_dtype=bfloat16 d_conv=4"',
+    ),
     "gdn-heads": (
         spoilt_by(gated_delta_net_case, shapes={"a": ("B", "S", 2)}),
         "a: found [?, ?, 2]; needed [B, S, Hv] with Hv = 6, as v",

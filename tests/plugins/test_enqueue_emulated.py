@@ -11,11 +11,12 @@ import pytest
 
 from tests.harness.plugin_harness import harness_library
 from tests.harness.recorded_run import ROOT, driver_environment
+from tests.plugins.emulated_run import WITH_CONV
 from trtllm_replayssm.plugins.library import plugin_library
 
 
 @pytest.mark.parametrize(
-    "name", ["W2-T2-fp32", "P80-T8-W8-fp16", "gdn-T3-fp32", "gdn-state_bf16", "conv-40-4-4-bfloat16"]
+    "name", ["W2-T2-fp32", "P80-T8-W8-fp16", "gdn-T3-fp32", "gdn-state_bf16", "conv-40-4-4-bfloat16", *WITH_CONV]
 )
 def test_steps_and_prefills_follow_the_recurrence(name: str) -> None:
     command = [sys.executable, "-m", "tests.plugins.emulated_run", str(plugin_library()), str(harness_library()), name]

@@ -1,4 +1,7 @@
-"""What enqueue asks of the driver, seen by a recording driver: launches, modules, copies, and errors in words."""
+"""What enqueue asks of the driver, seen by a recording driver: launches, modules, copies, and errors in words.
+
+Of plugins that launch one kernel for a call; ``test_enqueue_with_conv.py`` has the other one.
+"""
 
 import ctypes
 import math
@@ -6,50 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness.recorded_run import NUM_MULTIPROCESSORS, Call, Launch, Recording, Scenario, run
+from tests.harness.plugin_harness import Harness, HarnessPlugin, PluginRefusedError, shapes_of
+from tests.harness.recorded_run import NUM_MULTIPROCESSORS, Call, Launch, run
 from tests.plugins.plugin_calls import INTS, right_tensors
 from tests.plugins.plugin_networks import placeholder_image, specialization_of
+from tests.plugins.recorded_calls import PARAMS, addresses_of, call_of, entry, image_of, require_quiet, scenario
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PLUGINS, PluginIO
 from trtllm_replayssm.plugins import kernel_image
-from trtllm_replayssm.plugins.params import CausalConv1dParams, GatedDeltaNetParams, Mamba2Params
-from trtllm_replayssm.plugins.specialize import constants_of
 
-PARAMS: dict[str, type[ctypes.Structure]] = {
-    CAUSAL_CONV1D.op_type: CausalConv1dParams,
-    MAMBA2.op_type: Mamba2Params,
-    GATED_DELTA_NET.op_type: GatedDeltaNetParams,
-}
 every_plugin = pytest.mark.parametrize("io", PLUGINS, ids=lambda io: io.op_type)
-
-
-def entry(role: str, **changes: object) -> kernel_image.KernelEntry:
-    base = kernel_image.KernelEntry(role, f"symbol_{role}", 90, False, 11, 160, 0, b"cubin")
-    return replace(base, **changes)  # type: ignore[arg-type]
-
-
-def image_of(io: PluginIO, *entries: kernel_image.KernelEntry) -> bytes:
-    return kernel_image.pack(constants_of(specialization_of(io)), entries)
-
-
-def addresses_of(io: PluginIO) -> list[int]:
-    """Return one address per tensor, the inputs' all different, aliased outputs at their input's."""
-    inputs = [0x10000 * (1 + i) for i in range(len(io.inputs))]
-    return inputs + [inputs[io.aliases[k]] if k in io.aliases else 0x9990000 for k in range(len(io.outputs))]
-
-
-def call_of(io: PluginIO, batch: int = 2, seq_len: int = 4, stream: int = 0, move: tuple[str, ...] = ()) -> Call:
-    addresses = addresses_of(io)
-    for k, name in enumerate(io.outputs):
-        if k in io.aliases and name in move:
-            addresses[len(io.inputs) + k] += 0x100
-    tensors = {name: (desc.shape, desc.dtype) for name, desc in right_tensors(io, batch, seq_len).items()}
-    return Call(tensors, addresses, stream)
-
-
-def scenario(io: PluginIO, *calls: Call, image: bytes | None = None, **changes: object) -> Scenario:
-    image = image or image_of(io, entry("step"), entry("prefill", grid_x=7, block_x=64))
-    size = ctypes.sizeof(PARAMS[io.op_type])
-    return replace(Scenario(io.op_type, INTS[io.op_type], image, list(calls), size), **changes)  # type: ignore[arg-type]
+of_one_kernel = pytest.mark.parametrize("io", [CAUSAL_CONV1D, MAMBA2, GATED_DELTA_NET], ids=lambda io: io.op_type)
 
 
 def strides_of(shape: tuple[int, ...]) -> list[int]:
@@ -96,13 +65,7 @@ def require_params(io: PluginIO, launch: Launch, call: Call, counter: int | None
     assert fields_of(found) == fields_of(expected_params(io, call, counter))
 
 
-def require_quiet(recording: Recording) -> None:
-    assert recording.attach_refusal is None
-    assert set(recording.refusals) <= {None}
-    assert recording.messages == ""
-
-
-@every_plugin
+@of_one_kernel
 def test_steps_and_prefills_launch_their_kernel_with_packed_params(io: PluginIO) -> None:
     calls = [call_of(io, 2, 1), call_of(io, 3, 4, stream=0x77), call_of(io, 1, 33)]
     recording = run(scenario(io, *calls))
@@ -127,7 +90,7 @@ def test_the_longest_step_window_is_the_last_before_prefill(io: PluginIO, longes
     assert [launch.grid[0] for launch in recording.launches()] == [11, 7]
 
 
-@every_plugin
+@of_one_kernel
 def test_attachment_loads_all_kernels_so_that_launches_can_be_captured(io: PluginIO) -> None:
     recording = run(scenario(io, call_of(io), call_of(io)))
     names = [name for name, _ in recording.driver_calls]
@@ -137,7 +100,7 @@ def test_attachment_loads_all_kernels_so_that_launches_can_be_captured(io: Plugi
     assert set(names[first_launch:]) == {"cuLaunchKernelEx"}
 
 
-@every_plugin
+@of_one_kernel
 def test_without_attachment_the_first_enqueue_loads_what_it_needs(io: PluginIO) -> None:
     recording = run(scenario(io, call_of(io, 2, 1), call_of(io, 2, 2), attach=False))
     require_quiet(recording)
@@ -158,10 +121,10 @@ def test_more_rows_than_a_grid_holds_are_refused(io: PluginIO) -> None:
     assert recording.refusals[0] is None
     assert recording.refusals[1] is not None
     assert "found 65536 rows; needed at most 65535" in recording.refusals[1]
-    assert len(recording.launches()) == 1
+    assert {launch.grid[1] for launch in recording.launches()} == {65535}
 
 
-@every_plugin
+@of_one_kernel
 def test_much_shared_memory_is_asked_for_before_the_launch(io: PluginIO) -> None:
     image = image_of(io, entry("step", dynamic_shared_bytes=49153), entry("prefill", dynamic_shared_bytes=49152))
     recording = run(scenario(io, call_of(io, 2, 1), call_of(io, 2, 40), image=image))
@@ -170,7 +133,7 @@ def test_much_shared_memory_is_asked_for_before_the_launch(io: PluginIO) -> None
     assert [launch.shared_bytes for launch in recording.launches()] == [49153, 49152]
 
 
-@every_plugin
+@of_one_kernel
 @pytest.mark.parametrize(
     ("device", "chosen"), [(90, "exact"), (86, "sm86"), (89, "sm86"), (80, "sm80"), (120, None), (75, None)]
 )
@@ -261,7 +224,7 @@ def test_a_tensor_that_is_not_in_16_byte_pieces_takes_the_generic_step(io: Plugi
     assert [launch.grid for launch in recording.launches()] == [(11, 2, 1)]
 
 
-@every_plugin
+@of_one_kernel
 @pytest.mark.parametrize(("device", "attributes"), [(90, "6=1,"), (100, "6=1,"), (120, "6=1,"), (89, "")])
 def test_a_kernel_that_waits_by_itself_is_launched_before_the_one_before_it_has_finished(
     io: PluginIO, device: int, attributes: str
@@ -273,7 +236,7 @@ def test_a_kernel_that_waits_by_itself_is_launched_before_the_one_before_it_has_
     assert [launch.attributes for launch in recording.launches()] == [attributes, ""]
 
 
-@every_plugin
+@of_one_kernel
 def test_blocks_of_several_rows_make_a_smaller_grid(io: PluginIO) -> None:
     image = image_of(io, entry("step", rows_per_block=4), entry("prefill", grid_x=7))
     recording = run(scenario(io, *(call_of(io, rows, 1) for rows in (1, 4, 5)), call_of(io, 5, 40), image=image))
@@ -309,7 +272,7 @@ def test_a_builder_may_have_a_gpu_that_the_engine_is_not_for(io: PluginIO) -> No
     assert recording.driver_calls == []
 
 
-@every_plugin
+@of_one_kernel
 def test_a_state_at_another_address_is_copied_first_and_warned_about_once(io: PluginIO) -> None:
     name = io.outputs[1]
     calls = [call_of(io, 2, 1, stream=5, move=(name,)), call_of(io, 2, 1, move=(name,))]
@@ -327,7 +290,7 @@ def test_a_state_at_another_address_is_copied_first_and_warned_about_once(io: Pl
         require_params(io, launch, call)
 
 
-@every_plugin
+@of_one_kernel
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -348,14 +311,11 @@ def test_a_driver_error_is_named_and_returned(io: PluginIO, call: str, named: st
 
 
 @every_plugin
-def test_without_a_driver_enqueue_says_so(harness: object, io: PluginIO) -> None:
+def test_without_a_driver_enqueue_says_so(harness: Harness, io: PluginIO) -> None:
     import torch
-
-    from tests.harness.plugin_harness import Harness, HarnessPlugin, PluginRefusedError, shapes_of
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a driver")
-    assert isinstance(harness, Harness)
     plugin = (
         HarnessPlugin.of(harness, io, INTS[io.op_type], placeholder_image(specialization_of(io)))
         .deserialized()

@@ -10,9 +10,9 @@ from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D
 from trtllm_replayssm.errors import BuildError
 from trtllm_replayssm.plugins import kernel_image
 
-HEADER, RECORD = 272, 144
+HEADER, RECORD = 272, 152
 # Offsets of an entry's numbers from the entry's start.
-CAPABILITY, GRID, BLOCK, SHARED, ROWS, CUBIN_OFFSET, CUBIN_BYTES = 96, 104, 108, 112, 124, 128, 136
+CAPABILITY, GRID, BLOCK, SHARED, ROWS, MOST, CUBIN_OFFSET, CUBIN_BYTES = 96, 104, 108, 112, 124, 128, 136, 144
 
 
 def sound_image() -> bytes:
@@ -36,25 +36,26 @@ def read(harness: Harness, image: bytes) -> None:
     ("image", "reason"),
     [
         (b"RSSM", "field kernels: found 4 bytes; needed at least 272"),
-        (patched(0, "<B", 0), "that are no kernel image of version 6"),
-        (patched(8, "<I", 1), "that are no kernel image of version 6"),
+        (patched(0, "<B", 0), "that are no kernel image of version 7"),
+        (patched(8, "<I", 1), "that are no kernel image of version 7"),
         (patched(12, "<I", 0), "found 0 entries"),
-        (patched(12, "<I", 3), "found 3 entries in 659 bytes; needed 1 or more, all inside"),
+        (patched(12, "<I", 3), "found 3 entries in 675 bytes; needed 1 or more, all inside"),
         (patched(12, "<I", 0xFFFFFFFF), "found 4294967295 entries"),
         (patched(HEADER, "<B", 0), "entry 0 of 2 is not sound: it has no role or no symbol"),
         (patched(HEADER + CAPABILITY, "<i", 0), "its compute capability is 0"),
         (patched(HEADER + GRID, "<i", 0), "its grid_x is 0"),
         (patched(HEADER + BLOCK, "<i", 1025), "its block_x is 1025"),
         (patched(HEADER + ROWS, "<i", 0), "its rows_per_block is 0"),
+        (patched(HEADER + MOST, "<i", -1), "its most_blocks_per_multiprocessor is -1"),
         (patched(HEADER + SHARED, "<i", -1), "its dynamic_shared_bytes is -1"),
-        (patched(HEADER + RECORD + CUBIN_BYTES, "<Q", 64), "entry 1 of 2 is not sound: its cubin of 64 bytes at 596"),
+        (patched(HEADER + RECORD + CUBIN_BYTES, "<Q", 64), "entry 1 of 2 is not sound: its cubin of 64 bytes at 612"),
         (patched(HEADER + CUBIN_BYTES, "<Q", 0), "its cubin of 0 bytes"),
         (patched(HEADER + CUBIN_OFFSET, "<Q", 0), "its cubin of 36 bytes at 0 is not inside"),
-        (patched(HEADER + CUBIN_OFFSET, "<Q", 2**64 - 8), "is not inside the image's 659 bytes"),
+        (patched(HEADER + CUBIN_OFFSET, "<Q", 2**64 - 8), "is not inside the image's 675 bytes"),
     ],
 )
 def test_an_unsound_image_is_refused_with_the_reason(harness: Harness, image: bytes, reason: str) -> None:
-    assert len(sound_image()) == 659
+    assert len(sound_image()) == 675
     with pytest.raises(PluginRefusedError, match=reason):
         read(harness, image)
 

@@ -20,15 +20,16 @@ from trtllm_replayssm.contract.plugin_io import (
     CAUSAL_CONV1D,
     GATED_DELTA_NET,
     MAMBA2,
+    MAMBA2_WITH_CONV,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
     PLUGINS,
     PluginIO,
 )
-from trtllm_replayssm.plugins.specialize import constants_of
+from trtllm_replayssm.plugins.specialize import Specialization, constants_of
 
 every_plugin = pytest.mark.parametrize("io", PLUGINS, ids=lambda io: io.op_type)
-every_recurrence = pytest.mark.parametrize("io", [MAMBA2, GATED_DELTA_NET], ids=lambda io: io.op_type)
+every_recurrence = pytest.mark.parametrize("io", [MAMBA2, GATED_DELTA_NET, MAMBA2_WITH_CONV], ids=lambda io: io.op_type)
 
 
 def make(harness: Harness, io: PluginIO, **ints: int) -> HarnessPlugin:
@@ -54,11 +55,13 @@ def test_creators_are_those_of_the_contract_in_order(harness: Harness) -> None:
 def test_outputs_and_aliases_are_those_of_the_contract(harness: Harness, io: PluginIO) -> None:
     plugin = make(harness, io)
     inputs, outputs = shapes_of(io, right_tensors(io))
-    sources = [io.source(k) for k in range(len(io.outputs))]
+    axes = [tuple((i, axis) for axis in range(len(desc.shape))) for i, desc in enumerate(inputs)]
     assert plugin.aliases() == io.aliases
     assert plugin.output_types([desc.dtype for desc in inputs]) == [desc.dtype for desc in outputs]
-    assert plugin.output_sources([len(desc.shape) for desc in inputs]) == sources
-    assert plugin.workspace_bytes(inputs, outputs) == 0
+    expected = [io.output_shape(k, axes) for k in range(len(io.outputs))]
+    assert plugin.output_axes([len(desc.shape) for desc in inputs]) == expected
+    # Between its two kernels the convolved window must be somewhere: 2 rows of 4 tokens of 192 channels.
+    assert plugin.workspace_bytes(inputs, outputs) == (2 * 4 * 192 * 2 if io is MAMBA2_WITH_CONV else 0)
     assert plugin.identity() == f"{io.op_type}/{PLUGIN_NAMESPACE}/{PLUGIN_VERSION}"
 
 
@@ -163,9 +166,22 @@ WRONG_SHAPES = [
     (CAUSAL_CONV1D, "x", (2, 4, 24, 1), r"x: found \[2, 4, 24, 1\]; needed \[B, S, D\]"),
     (CAUSAL_CONV1D, "weight", (23, 4), r"weight: found \[23, 4\]; needed \[D, K\] with D = 24, as x"),
     (CAUSAL_CONV1D, "bias", (25,), "bias: found .* with D = 24, as x"),
-    (CAUSAL_CONV1D, "conv_ring", (3, 7, 23), r"conv_ring: found \[3, 7, 23\]; needed \[slots, R, D\] with D = 24"),
+    (CAUSAL_CONV1D, "conv_ring", (3, 7, 23), r"conv_ring: found .*; needed \[slots, R_conv, D\] with D = 24"),
     (CAUSAL_CONV1D, "conv_ring", (3, 3, 24), "conv_ring: found 3 rows with d_conv = 4; needed at least 4"),
     (CAUSAL_CONV1D, "slot_ids", (3,), "slot_ids: found .* with B = 2, as x"),
+    (MAMBA2_WITH_CONV, "xBC", (2, 4, 4, 48), r"xBC: found \[2, 4, 4, 48\]; needed \[B, S, D\]"),
+    (MAMBA2_WITH_CONV, "dt", (2, 4, 5), "A: found .* with H = 5, as dt"),
+    (MAMBA2_WITH_CONV, "conv_weight", (64, 4), "conv_weight: found .* with D = 192, as xBC"),
+    (MAMBA2_WITH_CONV, "conv_bias", (4,), "conv_bias: found .* with D = 192, as xBC"),
+    (MAMBA2_WITH_CONV, "conv_ring", (3, 7, 64), r"conv_ring: found .*; needed \[slots, R_conv, D\] with D = 192"),
+    (MAMBA2_WITH_CONV, "conv_ring", (3, 6, 192), "conv_ring: found 6 rows with d_conv = 4; needed at least 7"),
+    (MAMBA2_WITH_CONV, "conv_weight", (192, 0), "conv_weight: found no taps; needed 1 or more"),
+    (MAMBA2_WITH_CONV, "D", (192,), "D: found .* with H = 4, as dt"),
+    (MAMBA2_WITH_CONV, "ssm_state", (4, 4, 16, 32), "ssm_state: found .* with slots = 3, as conv_ring"),
+    (MAMBA2_WITH_CONV, "B_ring", (3, 12, 1, 32), r"xBC: found 192 channels; needed 128 \(H P \+ 2 G N\)"),
+    (MAMBA2_WITH_CONV, "B_ring", (3, 12, 3, 32), "B_ring: found 3 groups with 4 heads; needed heads in equal groups"),
+    (MAMBA2_WITH_CONV, "dt_ring", (3, 13, 4), "dt_ring: found .* with R = 12, as x_ring"),
+    (MAMBA2_WITH_CONV, "slot_ids", (3,), "slot_ids: found .* with B = 2, as xBC"),
     (MAMBA2, "dt", (2, 4, 5), r"dt: found \[2, 4, 5\]; needed \[B, S, H\] with H = 4, as x"),
     (MAMBA2, "dt", (2, 3, 4), "dt: found .* with S = 4, as x"),
     (MAMBA2, "C", (2, 4, 2, 16), "C: found .* with N = 32, as B"),
@@ -210,7 +226,7 @@ def test_a_wrong_shape_is_refused_at_build_and_at_run_time(
 @every_recurrence
 def test_too_few_ring_rows_are_refused_with_the_numbers(harness: Harness, io: PluginIO) -> None:
     tensors = right_tensors(io)
-    rings = [name for name in io.inputs if name.endswith("_ring")]
+    rings = [name for name in io.inputs if name.endswith("_ring") and name != "conv_ring"]
     short = {n: replace(tensors[n], shape=(3, 11, *tensors[n].shape[2:])) for n in rings}
     reason = rf"{rings[0]}: found 11 rows with history = 8 and max_draft_len = 3; .* 12 \("
     with pytest.raises(PluginRefusedError, match=reason):
@@ -260,6 +276,11 @@ WRONG_TYPES = [
     (MAMBA2, "ssm_state", "int8", "ssm_state: found type int8; needed float32, float16 or bfloat16"),
     (MAMBA2, "x_ring", "float16", "x_ring: found type float16; needed bfloat16, as x"),
     (MAMBA2, "dt_ring", "bfloat16", "dt_ring: found type bfloat16; needed float32"),
+    (MAMBA2_WITH_CONV, "dt", "float32", "dt: found type float32; needed bfloat16, as xBC"),
+    (MAMBA2_WITH_CONV, "conv_weight", "float32", "conv_weight: found type float32; needed bfloat16, as xBC"),
+    (MAMBA2_WITH_CONV, "conv_bias", "float16", "conv_bias: found type float16; needed bfloat16, as xBC"),
+    (MAMBA2_WITH_CONV, "conv_ring", "float32", "conv_ring: found type float32; needed bfloat16, as xBC"),
+    (MAMBA2_WITH_CONV, "dt_bias", "bfloat16", "dt_bias: found type bfloat16; needed float32"),
     (GATED_DELTA_NET, "q", "int32", "q: found type int32; needed float32, float16 or bfloat16"),
     (GATED_DELTA_NET, "v", "float16", "v: found type float16; needed bfloat16, as q"),
     (GATED_DELTA_NET, "a", "float32", "a: found type float32; needed bfloat16, as q"),
@@ -308,7 +329,8 @@ def test_the_state_has_a_type_of_its_own(harness: Harness, io: PluginIO, state: 
     image = placeholder_image(specialization_of(io, state_dtype=state))
     plugin = HarnessPlugin.of(harness, io, INTS[io.op_type], image)
     assert all(plugin.supports(k, inputs, outputs) for k in range(len(inputs) + len(outputs)))
-    assert plugin.output_types([desc.dtype for desc in inputs])[1] == state
+    index = io.outputs.index("ssm_state")
+    assert plugin.output_types([desc.dtype for desc in inputs])[index] == state
     plugin.configure(inputs, outputs)
 
 
@@ -320,6 +342,8 @@ OTHER_CONSTANTS = [
     *((MAMBA2, name, value) for name, value in (("n_heads", 8), ("head_dim", 24), ("d_state", 64), ("n_groups", 1))),
     *((MAMBA2, name, value) for name, value in (("history", 9), ("max_draft_len", 2))),
     *((MAMBA2, name, value) for name, value in (("state_dtype", "bfloat16"), ("dt_dtype", "float32"))),
+    (MAMBA2_WITH_CONV, "d_conv", 3),
+    (MAMBA2_WITH_CONV, "step", replace(specialization_of(MAMBA2), history=9)),  # type: ignore[arg-type]
     *((GATED_DELTA_NET, name, value) for name, value in (("n_key_heads", 3), ("n_value_heads", 4))),
     *((GATED_DELTA_NET, name, value) for name, value in (("key_dim", 32), ("value_dim", 64))),
     *((GATED_DELTA_NET, name, value) for name, value in (("history", 9), ("max_draft_len", 2))),
@@ -331,10 +355,21 @@ OTHER_CONSTANTS = [
     ("io", "name", "value"), OTHER_CONSTANTS, ids=lambda value: str(getattr(value, "op_type", value))
 )
 def test_kernels_compiled_for_other_constants_are_refused(
-    harness: Harness, io: PluginIO, name: str, value: int | str
+    harness: Harness, io: PluginIO, name: str, value: object
 ) -> None:
     right = specialization_of(io)
     other = replace(right, **{name: value})  # type: ignore[arg-type]
+    require_refusal(harness, io, right, other)
+
+
+@pytest.mark.parametrize(("io", "other_io"), [(MAMBA2, MAMBA2_WITH_CONV), (MAMBA2_WITH_CONV, MAMBA2)])
+def test_kernels_of_the_recurrence_alone_are_not_those_of_it_with_the_convolution(
+    harness: Harness, io: PluginIO, other_io: PluginIO
+) -> None:
+    require_refusal(harness, io, specialization_of(io), specialization_of(other_io))
+
+
+def require_refusal(harness: Harness, io: PluginIO, right: Specialization, other: Specialization) -> None:
     plugin = HarnessPlugin.of(harness, io, INTS[io.op_type], placeholder_image(other))
     inputs, outputs = shapes_of(io, right_tensors(io))
     needed = f'field kernels: found kernels compiled for "{constants_of(other)}"; needed "{constants_of(right)}"'

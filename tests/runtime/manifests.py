@@ -10,7 +10,7 @@ from trtllm_replayssm.contract.manifest import CheckpointRecord, Manifest, Plugi
 from trtllm_replayssm.contract.plugin_io import (
     CAUSAL_CONV1D,
     GATED_DELTA_NET,
-    MAMBA2,
+    MAMBA2_WITH_CONV,
     PLUGIN_NAMESPACE,
     PLUGIN_VERSION,
 )
@@ -22,7 +22,7 @@ def tiny_manifest(**changes: Any) -> Manifest:
     geometry = changes.pop("geometry", tiny_geometry())
     replay = changes.pop("replay", ReplayGeometry(history=8, max_draft_len=2))
     limits = changes.pop("limits", EngineLimits(max_batch_size=3, max_input_len=60, max_seq_len=64, max_num_tokens=11))
-    recurrence = GATED_DELTA_NET if geometry.gated_delta_net is not None else MAMBA2
+    recurrences = (CAUSAL_CONV1D, GATED_DELTA_NET) if geometry.gated_delta_net is not None else (MAMBA2_WITH_CONV,)
     values: dict[str, Any] = {
         "package_version": "0.1.0",
         "backend": "tensorrt_rtx",
@@ -42,7 +42,7 @@ def tiny_manifest(**changes: Any) -> Manifest:
                 kernels_sha256="0" * 64,
                 kernels_bytes=1,
             )
-            for io in (CAUSAL_CONV1D, recurrence)
+            for io in recurrences
         ),
         "weights": "external",
         "checkpoint": CheckpointRecord(),

@@ -1,7 +1,7 @@
 // The only argument of the Mamba-2 step that begins with the causal convolution. Symbols: contract/plugin_io.py.
 // Packed from Python by plugins/params.py; the size and offsets are compared by a test.
 #pragma once
-#include "mamba2/params.h"
+#include "params.h"
 
 struct Mamba2WithConvParams {
   Mamba2Params step;        // its x, B and C are raw: before convolution and SiLU; channels of one projection, in this order
