@@ -83,6 +83,7 @@ template <int NUM_HEADS, typename Params, typename Memory, typename Load>
 __device__ inline void take_chunks(const Params& params, const Memory& shared, const ChunkPlan<NUM_HEADS>& plan,
                                    int loader, Load load) {
   ChunkTaker<NUM_HEADS, Params> taker(params, plan);
+  shared.wait_for_barriers();  // while the first lengths are on their way
   Turn<CHUNK_BUFFERS> turn;
 #pragma unroll 1
   for (int num_ends = 0; num_ends < COEFFICIENT_TEAMS; turn.advance(1)) {
