@@ -229,6 +229,12 @@ COMMON_FAULTS = {
     "a buffer is free too early": Fault(
         "common/pipeline/memory.cuh", "NUM_CONSUMERS + TEAM_WARPS);", "NUM_CONSUMERS);", "phase|deadlock"
     ),
+    "barriers are not waited for": Fault(
+        "common/pipeline/memory.cuh",
+        "    if (warp != LAST_WARP) ptx::meet(1, BLOCK_THREADS - WARP_SIZE);\n",
+        "",
+        "barriers are initialised",
+    ),
     "a guess leads anywhere": Fault(
         "common/pipeline/row_lengths.cuh",
         "slot < params.num_slots ? slot : -1",

@@ -22,10 +22,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
   const bool is_producer = loader == NUM_LOADERS && threadIdx.x % WARP_SIZE == 0;
   const HeadPlan plan(params);
   if (threadIdx.x == 0) shared.init_barriers();
-  __syncthreads();
-  // Nobody else waits for it.
   if (loader == NUM_LOADERS) prefetch_first_chunk(params, plan);
   wait_for_previous();
+  if (loader != GATES_LOADER) shared.wait_for_barriers();  // that one waits by itself
   if (warp < NUM_CONSUMERS) {
     consume(params, shared);
   } else if (loader < 0) {

@@ -79,6 +79,7 @@ struct Thread {
   bool is_done = false;
   bool is_waiting_for_block = false, is_waiting_for_warp = false, is_waiting_for_grid = false;
   bool has_waited_for_grid = false;
+  bool has_met_others = false;  // at a barrier of the block, or of some of its warps
   bool (*is_ready)(uint32_t, uint32_t) = nullptr;  // asked before the thread goes on, with what it waits for
   uint32_t awaited[2];
   unsigned num_shown = 0;
@@ -121,7 +122,7 @@ inline void go_on(Thread& thread) {
 
 inline void start(Thread& thread) {
   thread.is_done = thread.is_waiting_for_block = thread.is_waiting_for_warp = false;
-  thread.is_waiting_for_grid = thread.has_waited_for_grid = false;
+  thread.is_waiting_for_grid = thread.has_waited_for_grid = thread.has_met_others = false;
   thread.has_started = false;
   thread.is_ready = nullptr;
   thread.copies.clear();
@@ -245,6 +246,7 @@ inline T shuffle(unsigned mask, T value, unsigned source_lane) {
 inline void __syncthreads() {
   emulator::current().is_waiting_for_block = true;
   emulator::yield();
+  emulator::current().has_met_others = true;
 }
 
 inline void __syncwarp() { emulator::Exchange({}); }

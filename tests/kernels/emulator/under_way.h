@@ -88,6 +88,7 @@ inline void arrive(uint32_t address, int64_t bytes = 0) {
 inline bool has_ended(uint32_t address, uint32_t parity) { return ((find_barrier(address).phase - 1) & 1) == parity; }
 
 inline void wait_for_phase(uint32_t address, uint32_t parity) {
+  if (!current().has_met_others) fail("a wait before the thread can know that barriers are initialised");
   if (!has_ended(address, parity)) {
     Thread& thread = current();
     thread.is_ready = has_ended;
@@ -116,12 +117,13 @@ inline void meet(int number, int num_threads) {
   if (++meeting.num_come == num_threads) {
     meeting.num_come = 0;
     ++meeting.num_held;
-    return;
+  } else {
+    current().is_ready = is_held;
+    current().awaited[0] = number;
+    current().awaited[1] = meeting.num_held;
+    yield();
   }
-  current().is_ready = is_held;
-  current().awaited[0] = number;
-  current().awaited[1] = meeting.num_held;
-  yield();
+  current().has_met_others = true;
 }
 
 inline void poison(const Copy& copy) { std::memset(copy.target, 0xff, copy.bytes); }

@@ -36,12 +36,17 @@ struct ChunkPlan {
     if (most_whole >= num_blocks) {
       num_whole = max(num_blocks, most_whole - TAIL_CHUNKS * num_blocks);
       small_heads = CHUNK_HEADS / TAIL_PARTS;
+      num_chunks = num_whole + (num_heads - num_whole * CHUNK_HEADS) / (CHUNK_HEADS / TAIL_PARTS);
     } else {
-      num_whole = 0;
-      small_heads = CHUNK_HEADS;
-      while (small_heads * num_blocks > num_heads) small_heads /= 2;
+      num_whole = small_heads = 0;
+      // Unrolled, so that each division is by a constant.
+#pragma unroll
+      for (int heads = CHUNK_HEADS; heads > 0; heads /= 2) {
+        if (small_heads > 0 || heads * num_blocks > num_heads) continue;
+        small_heads = heads;
+        num_chunks = num_heads / heads;
+      }
     }
-    num_chunks = num_whole + (num_heads - num_whole * CHUNK_HEADS) / small_heads;
   }
 
   __device__ int row_of(int index) const { return first_head_of(index) / NUM_HEADS; }

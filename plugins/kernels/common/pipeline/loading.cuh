@@ -11,16 +11,18 @@ namespace replay {
 
 constexpr int ROWS_AT_ONCE = 4;  // of a lane, so that their addresses are computed side by side
 
-// Start copying rows of num_pieces pieces of 16 bytes, at most PIECES; source(row) gives where a row begins.
-template <int PIECES, typename Source>
+// Start copying rows of num_pieces pieces of 16 bytes, at most ROWS and PIECES; source(row) gives where a row begins.
+template <int ROWS, int PIECES, typename Source>
 __device__ inline void copy_rows(uint32_t target, int target_stride, int num_rows, int num_pieces, Source source) {
   constexpr int LANES = PIECES > 16 ? WARP_SIZE : 16, ROWS_OF_WARP = WARP_SIZE / LANES;
+  constexpr int ROUNDS = (ROWS + ROWS_OF_WARP - 1) / ROWS_OF_WARP;
+  constexpr int AT_ONCE = ROUNDS < ROWS_AT_ONCE ? ROUNDS : ROWS_AT_ONCE;
   const int lane = threadIdx.x % LANES, first = threadIdx.x % WARP_SIZE / LANES;
   target += first * target_stride + lane * 16;
 #pragma unroll 1
-  for (int start = first; start < num_rows; start += ROWS_AT_ONCE * ROWS_OF_WARP) {
+  for (int start = first; start < num_rows; start += AT_ONCE * ROWS_OF_WARP) {
 #pragma unroll
-    for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
       const int row = start + i * ROWS_OF_WARP;
       const unsigned char* row_source = source(static_cast<uint32_t>(row)) + lane * 16;
 #pragma unroll
@@ -30,7 +32,7 @@ __device__ inline void copy_rows(uint32_t target, int target_stride, int num_row
         }
       }
     }
-    target += ROWS_AT_ONCE * ROWS_OF_WARP * target_stride;
+    target += AT_ONCE * ROWS_OF_WARP * target_stride;
   }
 }
 
@@ -38,7 +40,7 @@ __device__ inline void copy_rows(uint32_t target, int target_stride, int num_row
 template <int PIECES, int RING_BYTES, typename Tensors, typename T>
 __device__ inline void copy_pending_rows(const Tensors& tensors, uint32_t target, int target_stride, const T* ring,
                                          int num_pieces) {
-  copy_rows<PIECES>(target, target_stride, tensors.chunk.lengths.pending, num_pieces, [&](uint32_t row) {
+  copy_rows<HISTORY, PIECES>(target, target_stride, tensors.chunk.lengths.pending, num_pieces, [&](uint32_t row) {
     const uint64_t line = static_cast<uint32_t>(tensors.pending_line(row));
     return reinterpret_cast<const unsigned char*>(ring) + line * RING_BYTES;
   });
@@ -48,7 +50,7 @@ __device__ inline void copy_pending_rows(const Tensors& tensors, uint32_t target
 template <int PIECES, typename T>
 __device__ inline void copy_window_rows(const RowLengths& lengths, uint32_t target, int target_stride, const T* window,
                                         int64_t stride, int num_pieces) {
-  copy_rows<PIECES>(target, target_stride, lengths.num_tokens, num_pieces, [&](uint32_t token) {
+  copy_rows<1 + MAX_DRAFT_LEN, PIECES>(target, target_stride, lengths.num_tokens, num_pieces, [&](uint32_t token) {
     return reinterpret_cast<const unsigned char*>(window + token * stride);
   });
 }
@@ -81,6 +83,7 @@ template <int NUM_HEADS, typename Params, typename Memory, typename Load>
 __device__ inline void take_chunks(const Params& params, const Memory& shared, const ChunkPlan<NUM_HEADS>& plan,
                                    int loader, Load load) {
   ChunkTaker<NUM_HEADS, Params> taker(params, plan);
+  shared.wait_for_barriers();  // while the first lengths are on their way
   Turn<CHUNK_BUFFERS> turn;
 #pragma unroll 1
   for (int num_ends = 0; num_ends < COEFFICIENT_TEAMS; turn.advance(1)) {

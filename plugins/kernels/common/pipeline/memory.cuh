@@ -59,6 +59,7 @@ struct PipelineMemory {
   __device__ uint32_t is_loaded(int loader, int buffer) const { return chunk_barrier(3 + loader, buffer); }
   __device__ uint32_t further_barrier(int kind, int buffer) const { return chunk_barrier(3 + LOADERS + kind, buffer); }
 
+  // By one thread, of warp 0.
   __device__ void init_barriers() const {
     for (int stage = 0; stage < NUM_STAGES; ++stage) {
       ptx::barrier_init(is_stage_full(stage), 1);
@@ -73,6 +74,15 @@ struct PipelineMemory {
       init_for_warps(is_chunk_free(buffer), NUM_CONSUMERS + TEAM_WARPS);
     }
     ptx::fence_barrier_init();
+  }
+
+  // Wait, whole warps, until the barriers are initialised: as late as can be, for that takes a while. But for warp 0
+  // nobody waits for the producer's warp, the last one, which comes late from its guess.
+  __device__ void wait_for_barriers() const {
+    constexpr int LAST_WARP = BLOCK_THREADS / WARP_SIZE - 1;
+    const int warp = threadIdx.x / WARP_SIZE;
+    if (warp != LAST_WARP) ptx::meet(1, BLOCK_THREADS - WARP_SIZE);
+    if (warp == 0 || warp == LAST_WARP) ptx::meet(2, 2 * WARP_SIZE);
   }
 
  private:

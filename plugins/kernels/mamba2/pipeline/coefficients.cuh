@@ -167,8 +167,10 @@ __device__ inline void append_rows(const ChunkTensors& tensors, ChunkBuffer buff
   const int thread = warp * WARP_SIZE + threadIdx.x % WARP_SIZE;
   const bool is_group_start = chunk.first_head % HEADS_PER_GROUP == 0;
   const int x_pieces = chunk.num_heads * HEAD_DIM / 8, B_pieces = is_group_start ? D_STATE / 8 : 0;
+#pragma unroll 1
   for (int token = 0; token < chunk.lengths.num_tokens; ++token) {
     const int line = tensors.window_line(token), row = chunk.lengths.pending + token;
+#pragma unroll 1
     for (int piece = thread; piece < x_pieces + B_pieces; piece += TEAM_WARPS * WARP_SIZE) {
       const bool is_x = piece < x_pieces;
       const unsigned char* source = is_x ? buffer.x(row) + piece * 16 : buffer.B(row) + (piece - x_pieces) * 16;

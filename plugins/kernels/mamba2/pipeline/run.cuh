@@ -32,10 +32,9 @@ __device__ inline void run_pipeline(const Mamba2Params& params, const Convolutio
   const bool is_producer = loader == NUM_LOADERS && threadIdx.x % WARP_SIZE == 0;
   const HeadPlan plan(params);
   if (threadIdx.x == 0) shared.init_barriers();
-  __syncthreads();
-  // Nobody else waits for it.
   if (loader == NUM_LOADERS) prefetch_first_chunk(params, plan, convolution);
   wait_for_previous();
+  if (loader != TIMES_LOADER) shared.wait_for_barriers();  // that one waits by itself
   if (warp < NUM_CONSUMERS) {
     consume(params, shared, warp);
   } else if (loader < 0) {
