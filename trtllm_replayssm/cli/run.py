@@ -186,7 +186,7 @@ def command(
     outputs = llm.generate(prompts, params)
     ran = {"executor": llm.executor, "device": llm.device, "history": llm.replay.history}
     if as_json:
-        result: dict[str, Any] = {"outputs": [asdict(output) for output in outputs], **ran}
+        result: dict[str, Any] = {"outputs": [_record(output) for output in outputs], **ran}
         result |= {"metrics": llm.metrics()} if metrics else {}
         result |= {"memory": llm.memory_plan.model_dump()} if memory else {}
         print(json.dumps(result, ensure_ascii=False))
@@ -243,6 +243,14 @@ def _json_prompt(where: str, line: str) -> "Prompt":
     if not isinstance(value, str if keys[0] == "prompt" else list):
         raise RequestError(f"{where}: found {line[:80]!r}; {needed}.")
     return value
+
+
+def _record(output: "RequestOutput") -> dict[str, Any]:
+    """Return an output for JSON: without what only an iteration over a growing one has."""
+    record = asdict(output)
+    for completion in record["outputs"]:
+        del completion["num_seen_characters"], completion["num_seen_tokens"]
+    return record
 
 
 def _print(number: int, output: "RequestOutput", *, is_text: bool) -> None:

@@ -15,10 +15,11 @@ class RequestHandle:
     """What ``LLM.generate_async`` returns.
 
     ``await handle`` and ``handle.result()`` wait for the whole output. ``async for output in handle`` and
-    ``for output in handle`` go through the outputs as they grow, each with all tokens so far; a slow reader gets fewer
-    and longer ones. Without streaming there is but the last. All of them raise the error that ended the request, where
-    one did, an iteration after the last output; a request that was aborted or ran out of time has an output like any
-    other, whose finish_reason says so. Giving up waiting does not abort the request.
+    ``for output in handle`` go through the outputs as they grow, each with all tokens so far, and in ``text_diff``,
+    ``token_ids_diff`` and ``logprobs_diff`` what the same iteration has not given before; a slow reader gets fewer and
+    longer ones. Without streaming there is but the last. All of them raise the error that ended the request, where one
+    did, an iteration after the last output; a request that was aborted or ran out of time has an output like any other,
+    whose finish_reason says so. Giving up waiting does not abort the request.
 
     Args:
         sequences: the requests of the prompt, as many as ``SamplingParams.n``.
@@ -102,23 +103,25 @@ class RequestHandle:
         return self.aresult().__await__()
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        seen = 0
+        seen, before = 0, None
         while True:
             with self._changed:
                 self._changed.wait_for(lambda seen=seen: self._version != seen)  # type: ignore[misc]
-                seen, output, is_done = self._version, self._output, self._is_done
-            yield _present(output)
+                seen, output, is_done = self._version, _present(self._output), self._is_done
+            yield output if before is None else output.since(before)
+            before = output
             if is_done:
                 self._last()
                 return
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        seen = 0
+        seen, before = 0, None
         while True:
             await self._next_change(seen)
             with self._changed:
-                seen, output, is_done = self._version, self._output, self._is_done
-            yield _present(output)
+                seen, output, is_done = self._version, _present(self._output), self._is_done
+            yield output if before is None else output.since(before)
+            before = output
             if is_done:
                 self._last()
                 return

@@ -1,7 +1,7 @@
 """What ``LLM.generate`` returns, in TensorRT-LLM's shape."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
@@ -37,6 +37,8 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended the request; None for the end token and for "length".
         logprobs: per token, those of the likeliest tokens, most likely first, and of the token itself, last where it is
             none of them; None unless ``SamplingParams.logprobs`` asks for it.
+        num_seen_characters: of the text, those that the same iteration over the request has given before.
+        num_seen_tokens: of the tokens, likewise.
     """
 
     index: int
@@ -46,6 +48,27 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     logprobs: list[dict[int, Logprob]] | None = None
+    num_seen_characters: int = field(default=0, repr=False, compare=False)
+    num_seen_tokens: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def text_diff(self) -> str:
+        """The text that an iteration over the request gives for the first time; elsewhere all of it."""
+        return self.text[self.num_seen_characters :]
+
+    @property
+    def token_ids_diff(self) -> list[int]:
+        """The tokens that an iteration gives for the first time; there may be some without any text yet."""
+        return self.token_ids[self.num_seen_tokens :]
+
+    @property
+    def logprobs_diff(self) -> list[dict[int, Logprob]] | None:
+        """What ``logprobs`` has for these tokens."""
+        return None if self.logprobs is None else self.logprobs[self.num_seen_tokens :]
+
+    def since(self, before: "CompletionOutput") -> Self:
+        """Return the sequence with the differences from what it was ``before``."""
+        return replace(self, num_seen_characters=len(before.text), num_seen_tokens=len(before.token_ids))
 
 
 @dataclass(frozen=True)
@@ -67,3 +90,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     error: str | None = None
+
+    def since(self, before: "RequestOutput") -> Self:
+        """Return the output with the differences of its sequences from what they were ``before``."""
+        pairs = zip(self.outputs, before.outputs, strict=True)
+        return replace(self, outputs=[sequence.since(earlier) for sequence, earlier in pairs])
