@@ -14,6 +14,7 @@ from trtllm_replayssm import backend
 from trtllm_replayssm.bench import plot
 from trtllm_replayssm.cli import serve
 from trtllm_replayssm.plugins.build import INSTALL
+from trtllm_replayssm.runtime import guided
 
 PACKAGE = "trtllm_replayssm"
 
@@ -132,7 +133,7 @@ def test_the_ranges_of_tensorrt_are_those_that_the_backend_accepts() -> None:
 def test_messages_name_the_packages_of_the_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     shown = {"tensorrt": backend._INSTALL["tensorrt"], "rtx": backend._INSTALL["tensorrt_rtx"], "cuda13": INSTALL}
-    shown |= {"bench": plot.INSTALL, "serve": serve.INSTALL}
+    shown |= {"bench": plot.INSTALL, "serve": serve.INSTALL, "guided": guided.INSTALL}
     for extra, command in shown.items():
         assert command == "pip install " + " ".join(f"'{requirement}'" for requirement in extras[extra])
 

@@ -1,15 +1,30 @@
 """``trtllm-replayssm run``: prompts -> generated text."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
+from trtllm_replayssm.cli.guided_option import (
+    GuidedGrammar,
+    GuidedJson,
+    GuidedJsonObject,
+    GuidedRegex,
+    guided_decoding,
+)
 from trtllm_replayssm.cli.history_option import METAVAR, parse_history
+from trtllm_replayssm.cli.kv_cache_option import (
+    DeviceCacheSize,
+    EnableBlockReuse,
+    FreeGpuMemoryFraction,
+    HostCacheSize,
+    TokensPerBlock,
+    kv_cache_config,
+)
 from trtllm_replayssm.cli.model_options import CheckpointDir, Device
+from trtllm_replayssm.cli.run_output import print_growing, print_numbers, print_output, record
 from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SamplingParams
 from trtllm_replayssm.contract import defaults
@@ -17,7 +32,6 @@ from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from trtllm_replayssm.runtime.outputs import RequestOutput
     from trtllm_replayssm.runtime.prompts import Prompt
 
 _OR_ENGINE: Final = "By default {}, or what the engine has."
@@ -60,6 +74,10 @@ def command(
         int | None,
         typer.Option("--logprobs", help="Log-probabilities of so many likeliest tokens at each token, with --json."),
     ] = None,
+    guided_json: GuidedJson = None,
+    guided_json_object: GuidedJsonObject = False,
+    guided_regex: GuidedRegex = None,
+    guided_grammar: GuidedGrammar = None,
     speculative: Annotated[
         Source | None,
         typer.Option(
@@ -111,7 +129,9 @@ def command(
     max_batch_size: Annotated[
         int | None,
         typer.Option(
-            "--max_batch_size", help=f"Prompts that run at a time. {_OR_ENGINE.format(defaults.MAX_BATCH_SIZE)}"
+            "--max_batch_size",
+            help=f"Sequences that run at a time. By default {defaults.MAX_BATCH_SIZE} on the CPU, what fits a GPU, or "
+            "what the engine has.",
         ),
     ] = None,
     max_seq_len: Annotated[
@@ -130,7 +150,15 @@ def command(
             f"{_OR_ENGINE.format(defaults.MAX_NUM_TOKENS)}",
         ),
     ] = None,
+    free_gpu_memory_fraction: FreeGpuMemoryFraction = None,
+    enable_block_reuse: EnableBlockReuse = False,
+    tokens_per_block: TokensPerBlock = None,
+    device_cache_size: DeviceCacheSize = None,
+    host_cache_size: HostCacheSize = None,
     checkpoint_dir: CheckpointDir = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Print the text of one prompt while it is generated.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     eager: Annotated[
         bool, typer.Option("--eager", help="Decode operation by operation on a GPU, without CUDA graphs.")
@@ -144,6 +172,9 @@ def command(
     prompts = read_prompts(prompt or [], input_file)
     if logprobs is not None and not as_json:
         raise ConfigError("logprobs: found without --json; needed both or neither.")
+    if streaming and (as_json or n * len(prompts) > 1):
+        found = "--json" if as_json else f"{len(prompts)} prompts and n={n}"
+        raise ConfigError(f"streaming: found {found}; needed one prompt, one sequence of it, and no --json.")
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -160,6 +191,7 @@ def command(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        guided_decoding=guided_decoding(guided_json, guided_regex, guided_grammar, is_json_object=guided_json_object),
     )
     drafts = speculative_config(speculative, max_draft_len, speculative_model, is_fixed=fixed_draft_len)
     wishes = {
@@ -167,6 +199,13 @@ def command(
         "state_dtype": state_dtype,
         "enabled": False if conventional else None,
     }
+    cache = kv_cache_config(
+        free_gpu_memory_fraction=free_gpu_memory_fraction,
+        enable_block_reuse=enable_block_reuse,
+        tokens_per_block=tokens_per_block,
+        device_cache_size=device_cache_size,
+        host_cache_size=host_cache_size,
+    )
     replay = ReplayConfig(**{name: wish for name, wish in wishes.items() if wish is not None})  # type: ignore[arg-type]
     from trtllm_replayssm.runtime.llm import LLM
 
@@ -179,25 +218,31 @@ def command(
         max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens,
         replay=replay,
+        kv_cache_config=cache,
         speculative_config=drafts,
         checkpoint_dir=checkpoint_dir,
         cuda_graph_config=None if eager else CudaGraphConfig(),
     )
-    outputs = llm.generate(prompts, params)
+    is_text = llm.tokenizer is not None
+    if streaming:
+        print_growing(llm.generate_async(prompts[0], params, streaming=True), is_text=is_text)
+        outputs = []
+    else:
+        outputs = llm.generate(prompts, params)
     ran = {"executor": llm.executor, "device": llm.device, "history": llm.replay.history}
     if as_json:
-        result: dict[str, Any] = {"outputs": [_record(output) for output in outputs], **ran}
+        result: dict[str, Any] = {"outputs": [record(output) for output in outputs], **ran}
         result |= {"metrics": llm.metrics()} if metrics else {}
         result |= {"memory": llm.memory_plan.model_dump()} if memory else {}
         print(json.dumps(result, ensure_ascii=False))
         return
     for number, output in enumerate(outputs):
-        _print(number, output, is_text=llm.tokenizer is not None)
+        print_output(number, output, is_text=is_text)
     if metrics:
-        _print_numbers("metrics", {**ran, **llm.metrics()})
+        print_numbers("metrics", {**ran, **llm.metrics()})
     if memory:
         plan = llm.memory_plan
-        _print_numbers("memory, bytes", {**plan.parts(), "total": plan.total})
+        print_numbers("memory, bytes", {**plan.parts(), "total": plan.total})
 
 
 def read_prompts(texts: Sequence[str], input_file: Path | None) -> "list[Prompt]":
@@ -243,36 +288,3 @@ def _json_prompt(where: str, line: str) -> "Prompt":
     if not isinstance(value, str if keys[0] == "prompt" else list):
         raise RequestError(f"{where}: found {line[:80]!r}; {needed}.")
     return value
-
-
-def _record(output: "RequestOutput") -> dict[str, Any]:
-    """Return an output for JSON: without what only an iteration over a growing one has."""
-    record = asdict(output)
-    for completion in record["outputs"]:
-        del completion["num_seen_characters"], completion["num_seen_tokens"]
-    return record
-
-
-def _print(number: int, output: "RequestOutput", *, is_text: bool) -> None:
-    if output.prompt is None:
-        print(f"--- prompt {number}, token ids\n{_joined(output.prompt_token_ids)}")
-    else:
-        print(f"--- prompt {number}\n{output.prompt}")
-    for completion in output.outputs:
-        name = f"{number}" if len(output.outputs) == 1 else f"{number}.{completion.index}"
-        ending = f"{len(completion.token_ids)} tokens, finish_reason {completion.finish_reason}"
-        if is_text:
-            print(f"--- completion {name}, {ending}\n{completion.text}")
-        else:  # a folder without a tokenizer
-            print(f"--- completion {name}, token ids, {ending}\n{_joined(completion.token_ids)}")
-
-
-def _joined(token_ids: Sequence[int]) -> str:
-    return " ".join(map(str, token_ids))
-
-
-def _print_numbers(title: str, numbers: Mapping[str, object]) -> None:
-    print(f"--- {title}")
-    width = max(len(name) for name in numbers)
-    for name, value in numbers.items():
-        print(f"{name:<{width}}  {f'{value:.3f}' if isinstance(value, float) else value}")

@@ -7,9 +7,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from trtllm_replayssm.cli.history_option import METAVAR, parse_history
+from trtllm_replayssm.cli.kv_cache_option import (
+    DeviceCacheSize,
+    EnableBlockReuse,
+    FreeGpuMemoryFraction,
+    HostCacheSize,
+    TokensPerBlock,
+    kv_cache_config,
+)
 from trtllm_replayssm.cli.model_options import CheckpointDir, Device
 from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
-from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, ReplayConfig, SchedulerConfig
+from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SchedulerConfig
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import BackendError, ConfigError
 
@@ -67,15 +75,11 @@ def command(
     max_num_tokens: Annotated[
         int | None, typer.Option("--max_num_tokens", help="Tokens of the longest prompt piece of one step.")
     ] = None,
-    enable_block_reuse: Annotated[
-        bool, typer.Option("--enable_block_reuse", help="Prompts that begin alike share what was computed for them.")
-    ] = False,
-    device_cache_size: Annotated[
-        int | None, typer.Option("--device_cache_size", help="Bytes on the device for that.")
-    ] = None,
-    host_cache_size: Annotated[
-        int | None, typer.Option("--host_cache_size", help="Bytes of host memory for that.")
-    ] = None,
+    free_gpu_memory_fraction: FreeGpuMemoryFraction = None,
+    enable_block_reuse: EnableBlockReuse = False,
+    tokens_per_block: TokensPerBlock = None,
+    device_cache_size: DeviceCacheSize = None,
+    host_cache_size: HostCacheSize = None,
     history: Annotated[
         str | None, typer.Option("--history", metavar=METAVAR, help="Most pending tokens before a state is written.")
     ] = None,
@@ -116,7 +120,13 @@ def command(
         shutdown_timeout_s=shutdown_timeout_s,
     )
     replay = _given(history=None if history is None else parse_history(history), state_dtype=state_dtype)
-    cache = _given(device_cache_size=device_cache_size, host_cache_size=host_cache_size)
+    cache = kv_cache_config(
+        free_gpu_memory_fraction=free_gpu_memory_fraction,
+        enable_block_reuse=enable_block_reuse,
+        tokens_per_block=tokens_per_block,
+        device_cache_size=device_cache_size,
+        host_cache_size=host_cache_size,
+    )
     template = ChatTemplate.from_folder(folder, chat_template)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Taken before the model is read: an address that cannot be had is known at once.
@@ -131,7 +141,7 @@ def command(
             max_num_tokens=max_num_tokens,
             replay=ReplayConfig(**replay),
             scheduler_config=SchedulerConfig(max_queue_size=max_queue_size),
-            kv_cache_config=KvCacheConfig(enable_block_reuse=enable_block_reuse, **cache),
+            kv_cache_config=cache,
             speculative_config=speculative_config(
                 speculative, max_draft_len, speculative_model, is_fixed=fixed_draft_len
             ),

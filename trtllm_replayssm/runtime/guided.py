@@ -16,6 +16,9 @@ from trtllm_replayssm.errors import ConfigError, RequestError
 from trtllm_replayssm.runtime.logit_rules import MASK_WORD_BITS, TokenMask, allows
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
+INSTALL = "pip install 'llguidance>=1.9,<2'"
+"""The package of the ``guided`` extra, as pyproject.toml lists it."""
+
 _MAX_COMPILED = 64  # grammars kept ready; a service has few
 
 # Blank space between the parts of a JSON text: enough for any indentation, not so much that a model that likes it can
@@ -111,8 +114,7 @@ class Grammars:
             import llguidance
         except ImportError as error:
             raise ConfigError(
-                "guided_decoding: found no llguidance; needed it. Install the extra: "
-                "pip install 'trtllm-replayssm[guided]'."
+                f"guided_decoding: found no llguidance; needed it. Install the extra guided, or: {INSTALL}"
             ) from error
         self._library = llguidance
         self._vocab_size = geometry.vocab_size
@@ -152,10 +154,10 @@ class Grammars:
             try:
                 grammar = self._grammar(kind, source)
             except ValueError as error:
-                raise RequestError(f"guided_decoding.{kind}: {error}.") from error
+                raise RequestError(f"guided_decoding.{kind}: {_one_line(error)}.") from error
             matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0)
             if matcher.is_error():
-                raise RequestError(f"guided_decoding.{kind}: {matcher.get_error()}.")
+                raise RequestError(f"guided_decoding.{kind}: {_one_line(matcher.get_error())}.")
             start = matcher.deep_copy()
             start.compute_bitmask()  # where no text can begin, this is where it shows
             if start.is_error():
@@ -166,6 +168,11 @@ class Grammars:
             while len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher
+
+
+def _one_line(message: object) -> str:
+    """Return a message of the library, which points at a place by lines, as one line: what a user and a log get."""
+    return " ".join(str(message).split())
 
 
 def _reason(matcher: Any) -> str:
