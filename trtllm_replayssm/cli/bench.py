@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trtllm_replayssm.bench.tuning import Choices
 
 app = typer.Typer()
-app.command()(e2e)
+app.command(short_help="Measure whole models under load, with replay and without.")(e2e)
 
 
 @app.callback()
@@ -30,7 +30,7 @@ def _group() -> None:
     """Measure kernels and whole models on this machine's GPU."""
 
 
-@app.command()
+@app.command(short_help="Time the kernels beside the bytes that they must move.")
 def kernels(
     family: Annotated[
         Literal["mamba2", "gdn"], typer.Option("--family", help="Which recurrence: Mamba-2 or Gated DeltaNet.")

@@ -46,7 +46,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "build": Command(
         "trtllm_replayssm.cli.build", "Build a TensorRT engine from a rank checkpoint.", ("--compute_capability",)
     ),
-    "run": Command("trtllm_replayssm.cli.run", "Generate text with an engine, a rank checkpoint or a model folder."),
+    "run": Command("trtllm_replayssm.cli.run", "Generate text with an engine, a checkpoint or a model folder."),
     "inspect": Command("trtllm_replayssm.cli.inspect", "Show what a model or engine folder holds."),
     "serve": Command("trtllm_replayssm.cli.serve", "Serve a model over HTTP, to OpenAI's clients."),
     "triton": Command(
@@ -125,7 +125,7 @@ def _run(arguments: Sequence[str]) -> object:
         missing = f"{arguments[0]}: the Python package {error.name!r} is missing. Install it with pip."
         raise BackendError(missing) from error
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # rich, which prints the help pages, makes an exit of it
+        if isinstance(error.__context__, BrokenPipeError):  # typer makes an exit of it
             raise error.__context__ from None
         raise
 
@@ -139,7 +139,10 @@ def _make_app(arguments: Sequence[str]) -> typer.Typer:
     """Register every command's name and summary, and the body of the one that is called."""
     # --max-tokens is taken for --max_tokens, and so is a choice's name.
     settings = {"token_normalize_func": lambda name: name.replace("-", "_")}
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=settings)
+    # No markup: plain help pages have every name in full, however narrow the terminal.
+    app = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, context_settings=settings, rich_markup_mode=None
+    )
     app.callback()(_options)
     called = _called(arguments)
     for name, command in COMMANDS.items():

@@ -30,7 +30,9 @@ def command(
         typer.Option("--kind", metavar="<kind>", help="Where instances run: cpu, gpu, or auto, as Triton decides."),
     ] = "auto",
     instances: Annotated[int, typer.Option("--instances", help="Instances, on each GPU or on the CPU.")] = 1,
-    gpus: Annotated[list[int] | None, typer.Option("--gpus", help="GPUs, by number; by default all.")] = None,
+    gpus: Annotated[
+        list[int] | None, typer.Option("--gpus", metavar="<list>", help="GPUs, by number; by default all.")
+    ] = None,
     decoupled: Annotated[
         bool,
         typer.Option(
