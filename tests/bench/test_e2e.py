@@ -109,7 +109,7 @@ def test_wide_numbers_and_captions_stay_on_their_lines(report: EndToEndReport, m
     )
     text = rendered(report_tables(report.model_copy(update={"serving": slow})))
     assert text.count("10000/20000/30000") == 2 * len(slow)
-    assert all(f"\n{words}" in text for words in ("  tok/step: tokens that a row", "  accepted: of all drafts\n"))
+    assert all(f"\n{words}" in text for words in ("  tok/step: tokens that a row", "  accepted: of all drafts; GiB: "))
     assert [line for line in text.splitlines() if line[:1].islower()] == []
 
 
@@ -187,6 +187,7 @@ def test_a_real_drafter_is_measured_as_it_is(capsys: pytest.CaptureFixture[str])
         (["--history", "2"], "history: found 2 with max_draft_len=3"),
         (["--num_layers", "99"], "num_layers: found 99"),
         (["--model", "no-model"], "model: found 'no-model'"),
+        (["--breakdown"], "breakdown: found device cpu; needed a CUDA device"),
         (["--device", "cuda:99"], "found"),
         (["--device", "gpu"], "device: found 'gpu'; needed cuda, cuda:<n> or cpu."),
     ],

@@ -260,12 +260,12 @@ def test_without_a_cuda_device_the_command_says_so(capsys: pytest.CaptureFixture
 
 
 def test_a_plot_that_cannot_be_drawn_or_would_overwrite_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stand_in: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["bench", "kernels", "--output_dir", str(tmp_path)]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(options) == 2
-    assert "found no matplotlib" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: bench: found no matplotlib")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     (tmp_path / "mine").touch()
     assert main(options) == 2

@@ -16,6 +16,7 @@ from tests.meta.repository import ROOT
 from tests.tiny_models import make_nemotron_h
 from trtllm_replayssm.builders.progress import BuildProgress
 from trtllm_replayssm.cli.main import COMMANDS, Command, main
+from trtllm_replayssm.cli.tables import facts_table, new_table, rendered
 from trtllm_replayssm.config import SamplingParams
 from trtllm_replayssm.contract.geometry import ReplayGeometry
 from trtllm_replayssm.errors import ConfigError
@@ -245,3 +246,14 @@ def test_the_console_script_is_installed_under_its_name() -> None:
     result = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert result.returncode == 0
     assert result.stdout.strip()
+
+
+def test_a_title_stays_on_its_line_above_a_narrow_table() -> None:
+    made = new_table("A title that is longer than its table", "a")
+    made.add_row("1")
+    facts = facts_table("Another title that is longer", {"a": 1})
+    shown = rendered([made, facts]).splitlines()
+    assert [line for line in shown if "title" in line] == [
+        "A title that is longer than its table",
+        "Another title that is longer",
+    ]

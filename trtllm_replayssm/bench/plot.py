@@ -25,7 +25,7 @@ def require_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise BackendError(
-            "bench kernels: found no matplotlib; needed it for the plot in output_dir. Install it with: "
+            "bench: found no matplotlib; needed it for the plot in output_dir. Install it with: "
             f"{INSTALL}, or leave out --output_dir; --json prints the numbers."
         )
 

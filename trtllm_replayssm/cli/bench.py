@@ -105,10 +105,10 @@ def kernels(
     prompts = prefill_batch_sizes or list(cases.PREFILL_BATCH_SIZES)
     chosen = cases.make_cases(shapes, batches, states, drafts, history=history, family=family)
     prefills = cases.make_prefill_cases(shapes, prompts, states, prefill_tokens, history=history, family=family)
+    cuda_device = machine.cuda_device(device)
     if output_dir is not None:
         plot.require_matplotlib()
         check_output(output_dir)
-    cuda_device = machine.cuda_device(device)
     options: dict[str, Sequence[object]] = {
         **{"family": [family], "shape": shapes, "batch_sizes": batches, "state_dtype": states},
         **{"max_draft_len": drafts, "history": [history]},

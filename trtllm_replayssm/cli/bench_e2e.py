@@ -125,10 +125,12 @@ def e2e(
     jobs = measure.plan(
         cast("list[StateDtype]", states), drafts, batches, history=history, modes=cast("list[Mode]", modes)
     )
+    chosen = machine.any_device(device)
+    if breakdown and chosen.type != "cuda":
+        raise ConfigError(f"breakdown: found device {chosen}; needed a CUDA device, whose kernels it adds up.")
     if output_dir is not None:
         plot.require_matplotlib()
         check_output(output_dir)
-    chosen = machine.any_device(device)
     options = measure.Options(
         geometry=geometry,
         requests=None if "serving" not in levels else measure.Requests(prompts, outputs, num_requests, arrival_rate),
@@ -137,7 +139,7 @@ def e2e(
         acceptance=acceptance,
         drafter=drafter,
         max_num_tokens=max_num_tokens,
-        with_breakdown=breakdown and chosen.type == "cuda",
+        with_breakdown=breakdown,
         device=chosen,
         with_graphs=cuda_graphs,
         seed=seed,

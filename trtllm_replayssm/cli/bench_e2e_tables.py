@@ -74,7 +74,8 @@ def _steps_table(steps: tuple[StepMeasurement, ...]) -> Table:
     table = new_table("Steady steps", "mode", "state", *numbers, numbers=numbers)
     table.caption = (
         f"  {steps[0].context} tokens of context; ms: median of {steps[0].num_steps} steps, greedy choice included;\n"
-        "  host: ms to queue one, the device's own where its queue is full;\n  tok/step: tokens that a row keeps\n"
+        "  host: ms to queue one, the device's own where its queue is full;\n"
+        "  tok/step: tokens that a row keeps; GiB: most device memory in use\n"
     )
     table.caption_justify = "left"
     for m in steps:
@@ -95,7 +96,7 @@ def _serving_table(serving: tuple[ServingMeasurement, ...]) -> Table:
     table.caption = (
         f"  {', '.join(counts)} requests, {arrival}; prompts of {mix.prompt_len} tokens, outputs of {mix.output_len};\n"
         "  first token, between tokens: ms, p50/p90/p99; tok/step: tokens that a row keeps;\n"
-        "  accepted: of all drafts\n"
+        "  accepted: of all drafts; GiB: most device memory in use\n"
     )
     table.caption_justify = "left"
     for m in serving:
