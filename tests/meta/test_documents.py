@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.meta.repository import ROOT, tracked
+from trtllm_replayssm.cli.main import COMMANDS, main
+from trtllm_replayssm.contract import protocol
 
 DOCUMENTS = tracked("*.md")
 # A path with a folder in it, or a folder; "<...>", "*" and "$" are no paths.
 QUOTED_PATH = re.compile(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|cu|cuh|h|cpp|toml|json|yaml))?)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
+# A command with options, in a block of code or quoted; a block's line may go on behind a backslash.
+COMMAND = re.compile(
+    rf"(?:^trtllm-replayssm +|`(?:trtllm-replayssm )?)({'|'.join(COMMANDS)})( kernels| e2e)?( (?:\\\n|[^`\n#])*)",
+    re.MULTILINE,
+)
 # Where a build writes; they are in no checkout.
 WRITTEN = {".venv/", ".demo/"}
 
@@ -31,6 +38,32 @@ def test_documents_name_files_and_folders_that_exist(document: Path) -> None:
         link for link in LINK.findall(text) if "://" not in link and not (document.parent / link.strip()).exists()
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_have_the_options_that_documents_show(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, level, arguments in COMMAND.findall(document.read_text()):
+        shown = set(re.findall(r"--\w[\w-]*", arguments))
+        if shown:
+            assert main([name, *level.split(), "--help"]) == 0
+            assert shown - set(re.findall(r"--\w[\w-]*", capsys.readouterr().out)) == set(), (name, arguments)
+
+
+def test_the_example_of_the_protocol_follows_it() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text().partition("## An example")[2]
+    rows = [
+        [int(number) for number in re.findall(r"\d+", row)] for row in re.findall(r"^\| (\d .*)\|$", text, re.MULTILINE)
+    ]
+    rules = {"history": 4, "max_draft_len": 1}
+    ring_rows = protocol.min_ring_rows(**rules)
+    c, f = protocol.advance_prefill(0, 5)
+    for step, row in enumerate(rows, start=1):
+        is_flush = protocol.needs_flush(c, f, **rules)
+        expected = [step, c, f, c - f + 2, *((f, c) if is_flush else ()), c, c + 1, c % ring_rows, (c + 1) % ring_rows]
+        accepted = row[len(expected)]
+        c, f = protocol.advance(c, f, accepted, **rules)
+        assert row == [*expected, accepted, c, f]
+    assert len(rows) == 5 and c - 5 == 8
 
 
 def test_every_environment_variable_is_on_its_page() -> None:
