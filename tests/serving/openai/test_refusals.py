@@ -292,6 +292,8 @@ def test_the_shipped_model_has_no_chat_template_and_says_so(small: ServerProcess
         (["--host", "no.such.host.invalid"], "host, port: found 'no.such.host.invalid' and 8000"),
         (["--api_key_file", "/dev/null"], "found no key; needed one a line"),
         (["--max_sequences", "0"], "max_sequences: found 0; needed greater than or equal to 1"),
+        (["--host_cache_size", "9"], "host_cache_size: found without --enable_block_reuse; needed both or neither"),
+        (["--free_gpu_memory_fraction", "0"], "free_gpu_memory_fraction: found 0.0; needed greater than 0"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(
