@@ -51,7 +51,7 @@ def command(
         float | None, typer.Option("--request_timeout_s", help="A request that takes longer ends with status 504.")
     ] = None,
     send_timeout_s: Annotated[
-        float, typer.Option("--send_timeout_s", help="A client that reads slower than this is cut off.")
+        float, typer.Option("--send_timeout_s", help="A client that takes nothing for so long is cut off.")
     ] = 60.0,
     shutdown_timeout_s: Annotated[
         float, typer.Option("--shutdown_timeout_s", help="How long requests may go on after SIGTERM.")

@@ -1,13 +1,13 @@
 """Clients leave, read slowly or stay; the server ends, starts again, or its model fails."""
 
-import asyncio
 import json
 import shutil
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 
 from tests.serving.openai.servers import MODEL, InBackground, ServerProcess, ask, metric, wait_until
 from trtllm_replayssm import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
-from trtllm_replayssm.serving.openai.event_stream import EventStream
 from trtllm_replayssm.serving.openai.server import Server, listen
 from trtllm_replayssm.serving.openai.service import Service
 from trtllm_replayssm.serving.openai.settings import ServerSettings
@@ -71,42 +70,6 @@ def test_a_reader_that_does_not_read_holds_no_slot(server: ServerProcess) -> Non
         assert server.metric('sequences_total{end="finished"}') == before + 2
 
 
-def test_a_reader_that_is_too_slow_is_cut_off() -> None:
-    states: list[str] = []
-
-    @contextmanager
-    def lifetime() -> Iterator[None]:
-        states.append("running")
-        try:
-            yield
-        finally:
-            states.append("ended")
-
-    async def events() -> AsyncIterator[bytes]:
-        try:
-            while True:
-                yield b"data: x\n\n"
-        finally:
-            states.append("closed")
-
-    async def receive() -> Any:
-        await asyncio.sleep(1000)
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-        if len(sent) > 3:
-            await asyncio.sleep(1000)
-
-    async def respond() -> None:
-        await EventStream(events(), lifetime(), send_timeout_s=0.05)({"type": "http"}, receive, send)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(respond())
-    assert states[0] == "running" and "ended" in states and len(sent) == 4
-
-
 def test_a_server_ends_in_order_and_starts_again(tmp_path: Path) -> None:
     options = ["--served_model_name", "tiny", "--shutdown_timeout_s", "20"]
     short = ENDLESS | {"prompt": "import os\n", "temperature": 0.0, "max_tokens": 200}
@@ -142,10 +105,12 @@ def test_a_server_ends_in_order_and_starts_again(tmp_path: Path) -> None:
 
 
 @contextmanager
-def served(llm: LLM, **settings: Any) -> Iterator[tuple[int, Service]]:
-    """Serve an ``LLM`` of this process."""
+def served(llm: LLM, send_buffer: int | None = None, **settings: Any) -> Iterator[tuple[int, Service]]:
+    """Serve an ``LLM`` of this process; the system keeps so many bytes for a client that does not read."""
     service = Service(llm, ServerSettings(model_name="tiny", **settings), None)
     with listen("127.0.0.1", 0) as listener:
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         port = listener.getsockname()[1]
         server = Server(service)
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -157,6 +122,58 @@ def served(llm: LLM, **settings: Any) -> Iterator[tuple[int, Service]]:
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+LONG_RESPONSE = {"n": 4, "logprobs": 20, "max_tokens": 40, "temperature": 1}
+
+
+@contextmanager
+def connected(port: int, **changes: Any) -> Iterator[socket.socket]:
+    """Ask for something on a socket for which the system keeps little."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.settimeout(30)
+        client.connect(("127.0.0.1", port))
+        client.sendall(request_bytes(**changes))
+        yield client
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Read until the server closes."""
+    read = b""
+    with suppress(ConnectionResetError):
+        while piece := client.recv(2**20):
+            read += piece
+    return read
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_reader_that_takes_nothing_is_cut_off(is_stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(MODEL, device="cpu", max_batch_size=4) as llm, served(llm, 4096, send_timeout_s=0.3) as (port, _):
+        # A stream goes on for as long as it is read; what is not one is in the server's memory as a whole.
+        with connected(
+            port, **LONG_RESPONSE | {"stream": is_stream, "max_tokens": 2000 if is_stream else 40}
+        ) as client:
+            wait_until(lambda: "took nothing of its response for 0.3 s and was cut off" in caplog.text, "the cut")
+            read = read_all(client)
+        assert read.startswith(b"HTTP/1.1 200") and b"[DONE]" not in read
+        assert len(read) < 100_000, "a part of the response"
+        wait_until(lambda: llm.metrics()["num_running"] == 0, "the slots")
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_reader_that_is_slow_gets_all_of_it() -> None:
+    with LLM(MODEL, device="cpu", max_batch_size=4) as llm, served(llm, 4096, send_timeout_s=0.3) as (port, _):
+        with connected(port, **LONG_RESPONSE) as client:
+            started, read = time.monotonic(), b""
+            while not read.endswith(b"}}"):
+                piece = client.recv(4096)
+                assert piece, "it was cut off"
+                read += piece
+                time.sleep(0.02)
+            assert time.monotonic() - started > 0.6, "it took more than the time in which something must be taken"
+        head, _, body = read.partition(b"\r\n\r\n")
+        assert len(json.loads(body)["choices"]) == 4 and head.startswith(b"HTTP/1.1 200")
 
 
 def test_a_model_that_failed_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,7 @@ class Endpoints:
         reply = _Reply(self._service, body, generation, request.state.request_id)
         request.state.generation = generation
         if body.stream:
-            lifetime = self._service.running(generation)
-            return EventStream(reply.events(), lifetime, self._service.settings.send_timeout_s)
+            return EventStream(reply.events(), self._service.running(generation))
         with self._service.running(generation):
             return JSONResponse(await self._or_left(request, asyncio.ensure_future(reply.whole())))
 

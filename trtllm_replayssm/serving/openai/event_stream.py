@@ -1,4 +1,4 @@
-"""A response of server-sent events that ends when its client has left or does not read."""
+"""A response of server-sent events that ends when its client has left."""
 
 import asyncio
 import json
@@ -30,15 +30,11 @@ class EventStream:
     Args:
         events: what to send, one event each.
         lifetime: entered when the sending begins, left when it has ended in whatever way.
-        send_timeout_s: in which the client must take an event, with what is buffered before it.
     """
 
-    def __init__(
-        self, events: AsyncIterator[bytes], lifetime: AbstractContextManager[None], send_timeout_s: float
-    ) -> None:
+    def __init__(self, events: AsyncIterator[bytes], lifetime: AbstractContextManager[None]) -> None:
         self._events = events
         self._lifetime = lifetime
-        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, unless the client leaves before."""
@@ -58,6 +54,5 @@ class EventStream:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": [*headers, (b"x-accel-buffering", b"no")]})
         async for content in self._events:
-            body = {"type": "http.response.body", "body": content, "more_body": True}
-            await asyncio.wait_for(send(body), self._send_timeout_s)
+            await send({"type": "http.response.body", "body": content, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

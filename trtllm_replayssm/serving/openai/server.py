@@ -12,6 +12,7 @@ import uvicorn
 
 from trtllm_replayssm.errors import ConfigError
 from trtllm_replayssm.serving.openai.app import make_app
+from trtllm_replayssm.serving.openai.connection import Connection
 from trtllm_replayssm.serving.openai.service import Service
 
 _LOGGER = logging.getLogger(__name__)
@@ -34,9 +35,14 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         self._service = service
         limit = int(service.settings.shutdown_timeout_s) + _LAST_WORDS_S
+
+        class TimedConnection(Connection):
+            send_timeout_s = service.settings.send_timeout_s
+
         super().__init__(
             uvicorn.Config(
                 make_app(service),
+                http=TimedConnection,
                 lifespan="off",
                 ws="none",
                 log_config=None,

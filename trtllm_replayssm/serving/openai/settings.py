@@ -20,7 +20,7 @@ class ServerSettings(UserOptions):
             with status 503.
         max_sequences: most sequences that one request may ask for: prompts times n.
         body_timeout_s: in which a request's body must have come.
-        send_timeout_s: in which a client must take the next piece of a stream; a slower one is cut off.
+        send_timeout_s: in which a client must take some of what waits for it; one that takes nothing is cut off.
         request_timeout_s: after which a request ends with status 504; None for never.
         shutdown_timeout_s: how long requests may go on after SIGTERM.
         retry_after_s: told to clients that were refused because the server is busy.
