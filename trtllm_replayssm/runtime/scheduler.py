@@ -180,6 +180,8 @@ class Scheduler:
                 request.move_to(RequestState.DECODE)
             try:
                 request.append(token_id, logprob, top)
+            except ReplaySSMError as error:  # the grammar's
+                request.end("error", error)
             except Exception as error:  # noqa: BLE001 - the tokenizer's, whatever it raises: one request's trouble
                 request.end("error", RequestError(f"request {request.request_id}: its text failed: {error!r}."))
         if verdict.error is not None and not request.is_finished:

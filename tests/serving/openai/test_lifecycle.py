@@ -210,6 +210,7 @@ def test_a_failing_stream_ends_with_an_event_that_says_so(monkeypatch: pytest.Mo
         *texts, last = answer.body.decode().strip().split("\n\n")
         assert answer.status == 200 and texts
         assert "the device is on fire" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert not [text for text in texts if '"finish_reason":"error"' in text]
 
 
 def test_an_error_of_the_servers_own_tells_the_log_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.serving.openai.servers import JSON, MODEL, Answer, InBackground, ServerProcess, ask
 from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.runtime.tokenizer import Tokenizer
 from trtllm_replayssm.serving.openai.protocol import ChatBody, CompletionBody
 
 COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
@@ -150,6 +151,22 @@ def test_a_request_id_of_the_client_is_kept_where_it_is_a_plain_word(server: Ser
         assert answer.content["id"] == "cmpl-" + answer.headers["x-request-id"]
     assert "request_id=abc-1.2_X path=/v1/completions status=200" in server.log
     assert "a;rm" not in server.log
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(server: ServerProcess) -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(600)}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "large", "schema": schema}}
+    tokenizer = Tokenizer.from_folder(MODEL)
+    assert tokenizer is not None
+    brace = {str(tokenizer.encode("{")[0]): 100}  # behind it one of the 600 names may come
+    body = COMPLETION | {"max_tokens": 60, "temperature": 0, "logit_bias": brace, "response_format": wanted}
+    whole = server.ask("/v1/completions", body)
+    assert whole.status == 400 and whole.message.startswith("guided_decoding: found Parser Error: Current row has")
+    *_, last = stream = server.ask("/v1/completions", body | {"stream": True}).body.decode().strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"] == whole.content["error"]
+    # No client knows of such a reason.
+    assert not [event for event in stream if '"finish_reason":"error"' in event]
+    assert server.ask("/v1/completions", COMPLETION).status == 200
 
 
 @pytest.fixture(scope="module")

@@ -41,8 +41,8 @@ class Generation:
             outputs = [await handle.aresult() for handle in self._handles]
         except ReplaySSMError as error:
             raise failed(error, is_guided=self._is_guided) from error
-        for output in outputs:
-            _check_end(output)
+        for handle in self._handles:
+            self._check_end(handle)
         return outputs
 
     async def growing(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -62,7 +62,7 @@ class Generation:
                         output = task.result()
                     except StopAsyncIteration:
                         continue
-                    _check_end(output)
+                    self._check_end(self._handles[number])
                     yield number, output
                     nexts[asyncio.ensure_future(anext(streams[number]))] = number
         except ReplaySSMError as error:
@@ -71,15 +71,17 @@ class Generation:
             for task in nexts:
                 task.cancel()
 
-
-def _check_end(output: RequestOutput) -> None:
-    reasons = {completion.finish_reason for completion in output.outputs}
-    if "timeout" in reasons:
-        raise ApiError(
-            504,
-            "request: found no end within the server's time for a request; needed a shorter one. Lower max_tokens, or "
-            "send it when the server is less busy.",
-            code="timeout",
-        )
-    if "cancelled" in reasons:  # nobody but the server aborts what a client still waits for
-        raise shutting_down(None)
+    def _check_end(self, handle: RequestHandle) -> None:
+        """Refuse an end that is no client's wish, of one sequence as of all."""
+        for sequence in handle.sequences:
+            if sequence.error is not None:
+                raise failed(sequence.error, is_guided=self._is_guided)
+            if sequence.finish_reason == "timeout":
+                raise ApiError(
+                    504,
+                    "request: found no end within the server's time for a request; needed a shorter one. Lower "
+                    "max_tokens, or send it when the server is less busy.",
+                    code="timeout",
+                )
+            if sequence.finish_reason == "cancelled":  # nobody but the server aborts what a client still waits for
+                raise shutting_down(None)
