@@ -257,7 +257,7 @@ class LLM:
         """
         prompts, is_single = prompt_desk.as_list(inputs)
         params = prompt_desk.params_for(len(prompts), sampling_params)
-        handles = self._submit(prompts, params)
+        handles = self.submit(prompts, params)
         try:
             with _progress_bar(sum(len(handle.sequences) for handle in handles), use_tqdm) as bar:
                 for handle in handles:
@@ -302,7 +302,7 @@ class LLM:
             raise RequestError(f"inputs: found a list of {len(prompts)} prompts; needed one. Call once for each.")
         priority, timeout_s = prompt_desk.schedule(priority, timeout_s)
         params = prompt_desk.params_for(1, sampling_params)
-        return self._submit(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)[0]
+        return self.submit(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)[0]
 
     def metrics(self) -> dict[str, Any]:
         """Return what all requests did so far; ``runtime.metrics.Counters`` explains the keys.
@@ -334,7 +334,7 @@ class LLM:
     shutdown = close
     """TensorRT-LLM's name for it."""
 
-    def _submit(
+    def submit(
         self,
         prompts: Sequence[PlainPrompt],
         params: Sequence[SamplingParams],
@@ -343,6 +343,7 @@ class LLM:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[RequestHandle]:
+        """Queue several prompts, text or tuples of ids, all of them or none; the rest is as for ``generate_async``."""
         count = sum(rules.n for rules in params)
         self._serving.check_room(count)  # before so many are made
         now = time.perf_counter()

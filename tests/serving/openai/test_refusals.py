@@ -71,6 +71,15 @@ def test_a_completion_that_cannot_be_served_says_why(
     assert answer.headers["x-request-id"]
 
 
+def test_of_several_prompts_the_bad_one_is_named_and_none_runs(server: ServerProcess) -> None:
+    ends = [f'sequences_total{{end="{end}"}}' for end in ("finished", "cancelled", "error")]
+    before = [server.metric(end) for end in ends]
+    for prompts, sentence in ((["a", "b", ""], "prompt 2: found no tokens"), ([[5], [-1]], "prompt 1: found token id")):
+        answer = server.ask("/v1/completions", COMPLETION | {"prompt": prompts})
+        assert answer.status == 400 and sentence in answer.message
+    assert [server.metric(end) for end in ends] == before
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

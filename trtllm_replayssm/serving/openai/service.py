@@ -1,21 +1,18 @@
 """What stands between HTTP and the ``LLM``: it submits requests, knows those that run, and ends them."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trtllm_replayssm.config import SamplingParams
 from trtllm_replayssm.errors import ReplaySSMError
-from trtllm_replayssm.runtime.handle import RequestHandle
 from trtllm_replayssm.runtime.llm import LLM
+from trtllm_replayssm.runtime.prompts import PlainPrompt
 from trtllm_replayssm.serving.openai.chat_template import ChatTemplate
 from trtllm_replayssm.serving.openai.errors import ApiError, invalid, refused
 from trtllm_replayssm.serving.openai.generation import Generation
 from trtllm_replayssm.serving.openai.protocol import ChatBody, CompletionBody
 from trtllm_replayssm.serving.openai.sampling import sampling_params
 from trtllm_replayssm.serving.openai.settings import ServerSettings
-
-PlainPrompt = str | list[int]
 
 
 class Service:
@@ -59,7 +56,7 @@ class Service:
             ApiError: there is no chat template, or it refuses the conversation.
         """
         if isinstance(body, CompletionBody):
-            return list(body.prompt)
+            return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt]
         tokenizer = self.llm.tokenizer
         if self._chat_template is None or tokenizer is None:
             raise invalid(
@@ -75,7 +72,7 @@ class Service:
                 messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
             )
             # The template has written the special tokens itself.
-            return [tokenizer.encode(text, name="messages", add_special_tokens=False)]
+            return [tuple(tokenizer.encode(text, name="messages", add_special_tokens=False))]
         except ReplaySSMError as error:
             raise invalid(error.message, param="messages") from error
 
@@ -117,21 +114,12 @@ class Service:
                 f"n: found {count} sequences, prompts times n; needed at most {settings.max_sequences} in one request.",
                 param="n",
             )
-        handles = self._queue(prompts, params, streaming=body.stream)
-        return Generation(handles, is_guided=params.guided_decoding is not None)
-
-    def _queue(self, prompts: Sequence[PlainPrompt], params: SamplingParams, *, streaming: bool) -> list[RequestHandle]:
-        handles: list[RequestHandle] = []
+        rules, timeout_s = [params] * len(prompts), settings.request_timeout_s
         try:
-            for prompt in prompts:
-                inputs = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-                timeout_s = self.settings.request_timeout_s
-                handles.append(self.llm.generate_async(inputs, params, streaming=streaming, timeout_s=timeout_s))
+            handles = self.llm.submit(prompts, rules, streaming=body.stream, timeout_s=timeout_s)
         except ReplaySSMError as error:
-            for handle in handles:
-                handle.abort()
-            raise refused(error, self.settings.retry_after_s) from error
-        return handles
+            raise refused(error, settings.retry_after_s) from error
+        return Generation(handles, is_guided=params.guided_decoding is not None)
 
 
 def _abort_result(work: "asyncio.Future[Generation]") -> None:
