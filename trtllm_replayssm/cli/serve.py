@@ -21,7 +21,7 @@ from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SchedulerConf
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import BackendError, ConfigError
 
-INSTALL = "pip install 'starlette>=0.46' 'uvicorn>=0.34' 'jinja2>=3.1' 'prometheus-client>=0.21'"
+INSTALL = "pip install 'starlette>=0.46' 'uvicorn>=0.34' 'jinja2>=3.1.6' 'prometheus-client>=0.21'"
 
 
 def command(
@@ -159,7 +159,11 @@ def _given(**wishes: Any) -> dict[str, Any]:
 def _read_keys(file: Path | None) -> tuple[str, ...]:
     if file is None:
         return ()
-    keys = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: found no UTF-8 text; needed API keys, one a line.") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ConfigError(f"{file}: found no key; needed one a line, or no --api_key_file.")
     return keys

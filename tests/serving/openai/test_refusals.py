@@ -1,6 +1,7 @@
 """What cannot be served has its status and a sentence, whatever the body holds."""
 
 import json
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.serving.openai.servers import JSON, MODEL, Answer, InBackground, ServerProcess, ask
 from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
+from trtllm_replayssm.serving.openai.chat_template import ChatTemplate
 from trtllm_replayssm.serving.openai.protocol import ChatBody, CompletionBody
 
 COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
@@ -45,6 +47,13 @@ USER = {"role": "user", "content": "x"}
         ({"logit_bias": {"x": 1}}, "logit_bias", "found the key 'x'; needed a token id"),
         ({"logit_bias": {"1": 1000}}, "logit_bias", "found 1000; needed a number from -100 to 100"),
         ({"logit_bias": {"4000": 1}}, None, "found logit_bias token id 4000"),
+        ({"logit_bias": [1]}, "logit_bias", "found [1]; needed an object of at most 1024 token ids"),
+        (
+            {"logit_bias": {str(token): 1 for token in range(1025)}},
+            "logit_bias",
+            "found 1025 entries; needed an object of at most 1024 token ids",
+        ),
+        ({"stream": True, "stream_options": 1}, "stream_options", "found 1; needed an object"),
         ({"stop": [""]}, "stop", "at least 1 character"),
         ({"stop_token_ids": [4000]}, None, "found stop or end token id 4000"),
         ({"stream_options": {"include_usage": True}}, None, "stream_options: found without stream"),
@@ -143,6 +152,11 @@ def test_what_is_no_request_says_why(
     assert answer.status == status and sentence in answer.message
 
 
+def test_a_method_that_a_path_does_not_have_is_told_those_that_it_has(server: ServerProcess) -> None:
+    assert server.ask("/v1/completions", method="GET").headers["allow"] == "POST"
+    assert set(server.ask("/v1/models", COMPLETION).headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
 def test_the_client_library_raises_its_own_errors(server: ServerProcess) -> None:
     create: Any = server.client().completions.create
     with pytest.raises(openai.BadRequestError, match="found 9; needed less than or equal to 2"):
@@ -182,7 +196,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(server: Serve
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("small")
     keys = folder / "keys"
-    keys.write_text("first-key\n\nsecond-key\n")
+    keys.write_text("\ufefffirst-key\n\nsecond-key\nkéy\n", encoding="utf-8")
     options = ["--api_key_file", str(keys), "--max_batch_size", "1", "--max_queue_size", "1", "--max_body_bytes", "500"]
     options += ["--max_concurrent_requests", "3", "--request_timeout_s", "4"]
     with ServerProcess(options, folder / "log") as started:
@@ -196,6 +210,9 @@ def with_key(server: ServerProcess, content: Any, key: str = "Bearer first-key")
 def test_a_key_is_asked_for(small: ServerProcess) -> None:
     body = {"model": "model", "prompt": "x", "max_tokens": 2}
     assert with_key(small, body).status == with_key(small, body, "bearer second-key").status == 200
+    assert with_key(small, body, "Bearer kéy".encode().decode("latin-1")).status == 200, (
+        "its bytes, as most clients send"
+    )
     for wrong in ("", "Bearer", "Bearer first-key2", "Basic first-key", "Bearer \xe9"):
         answer = with_key(small, body, wrong)
         assert answer.status == 401 and "found no valid key" in answer.message
@@ -317,6 +334,7 @@ def test_the_shipped_model_has_no_chat_template_and_says_so(small: ServerProcess
     [
         (["--host", "no.such.host.invalid"], "host, port: found 'no.such.host.invalid' and 8000"),
         (["--api_key_file", "/dev/null"], "found no key; needed one a line"),
+        (["--api_key_file", str(MODEL / "model.safetensors")], "found no UTF-8 text; needed API keys, one a line"),
         (["--max_sequences", "0"], "max_sequences: found 0; needed greater than or equal to 1"),
         (["--host_cache_size", "9"], "host_cache_size: found without --enable_block_reuse; needed both or neither"),
         (["--free_gpu_memory_fraction", "0"], "free_gpu_memory_fraction: found 0.0; needed greater than 0"),
@@ -341,9 +359,27 @@ def test_a_missing_package_is_named_with_its_extra(
     assert "found no Python package 'uvicorn'; needed those of the extra serve" in error and "pip install" in error
 
 
-def test_a_chat_template_that_is_none_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "broken.jinja"
-    file.write_text("{% for %}")
-    assert main(["serve", str(MODEL), "--chat_template", str(file)]) == 2
-    assert "found no readable chat template" in capsys.readouterr().err
-    assert main(["serve", str(MODEL), "--chat_template", str(tmp_path / "none")]) == 2
+@pytest.mark.parametrize("content", [b"{% for %}", b"\xff\xfe", None], ids=["no template", "no text", "missing"])
+@pytest.mark.parametrize("is_in_folder", [False, True])
+def test_a_chat_template_that_is_none_is_refused_at_once(
+    content: bytes | None, is_in_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model") if is_in_folder else MODEL
+    file = (folder if is_in_folder else tmp_path) / "mine.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["serve", str(folder), "--chat_template", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}: " in error
+    assert ("No such file" if content is None else "needed") in error
+
+
+@pytest.mark.parametrize("content", ['["text"]', '[{"name": ["a"], "template": 3}]', '[{"name": "tool_use"}]', "3"])
+def test_of_several_chat_templates_one_is_the_default(content: str, tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(f'{{"chat_template": {content}}}')
+    assert ChatTemplate.from_folder(tmp_path) is None
+    config.write_text('{"chat_template": [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]}')
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    assert template.render([], add_generation_prompt=True, variables={}) == "yes"

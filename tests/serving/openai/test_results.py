@@ -227,3 +227,11 @@ def test_the_template_of_the_tests_is_read_as_the_server_reads_it() -> None:
         [{"role": "user", "content": "hi"}], add_generation_prompt=True, variables={}
     )
     assert rendered == "# user\nhi\n# assistant\n"
+
+
+def test_a_template_has_what_templates_of_transformers_have() -> None:
+    source = """{% for message in messages %}{% generation %}{{ message | tojson(ensure_ascii=False, sort_keys=True) }}
+{% endgeneration %}{% break %}{% endfor %}{{ [1] | tojson(indent=1) }}{{ "<" | tojson(separators=(",", ":")) }}"""
+    messages = [{"role": "user", "content": "é"}] * 2
+    rendered = ChatTemplate(source, {}, "test").render(messages, add_generation_prompt=True, variables={})
+    assert rendered == '{"content": "é", "role": "user"}\n[\n 1\n]"<"'

@@ -57,13 +57,15 @@ async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it alone"
     found = {404: "path: found one that is not served", 405: "method: found one that this path does not have"}
     sentence = found.get(error.status_code, f"request: {error.detail}")
-    return error_response(
+    response = error_response(
         ApiError(
             error.status_code,
             f"{sentence}; needed POST /v1/completions, POST "
             "/v1/chat/completions, GET /v1/models, GET /health or GET /metrics.",
         )
     )
+    response.headers.update(error.headers or {})  # the methods that a path has
+    return response
 
 
 async def _of_client(request: Request, error: Exception) -> Response:

@@ -7,12 +7,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trtllm_replayssm.errors import CheckpointError, RequestError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _Generation(Extension):
+    """The tag that templates for training have around what the assistant said; it changes no text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """Return what stands between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -28,7 +41,9 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any], name: str) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -52,16 +67,18 @@ class ChatTemplate:
             CheckpointError: a file cannot be read.
             OSError: ``file`` is not there.
         """
+        own = folder / "chat_template.jinja"
         config = _read_json(folder / "tokenizer_config.json")
         variables = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS}
         variables = {name: text for name, text in variables.items() if text is not None}
-        file = file or folder / "chat_template.jinja"
-        if file.is_file() or file.parent != folder:
-            return cls(file.read_text(encoding="utf-8"), variables, str(file))
+        file = own if file is None and own.is_file() else file
+        if file is not None:
+            return cls(_read_text(file), variables, str(file))
         for holder in ("chat_template.json", "tokenizer_config.json"):
             found = _read_json(folder / holder).get("chat_template")
             if isinstance(found, list):  # several by name
-                found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+                named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+                found = named[0].get("template") if named else None
             if isinstance(found, str):
                 return cls(found, variables, str(folder / holder))
         return None
@@ -92,15 +109,28 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    # Not jinja2's own, which escapes for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Not jinja2's own, which escapes for HTML and lacks options that templates have come to use.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _token_text(token: object) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: found no UTF-8 text ({error}); needed a chat template.") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

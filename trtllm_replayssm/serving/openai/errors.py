@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients expect them: a status, and a body that says what was found and what is needed."""
 
+import re
 import reprlib
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 
 _SHOWN_PROBLEMS = 3
 _MAX_MESSAGE = 2000
+# What pydantic calls JSON's objects.
+_PYTHON_OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class ApiError(Exception):
@@ -110,6 +113,7 @@ def _problem_text(problem: Any) -> str:
     needed = problem["msg"].removeprefix("Value error, ").replace("Input should be", "needed")
     if problem["type"] == "value_error":  # a check of ours, which says what was found
         return f"{where}: {needed}" if where else needed
+    needed = _PYTHON_OBJECT.sub("an object", needed)
     return f"{where}: found {shown(problem['input'])}; {needed}"
 
 

@@ -116,7 +116,8 @@ class GenerationBody(Body):
     @classmethod
     def _token_ids_as_text(cls, value: object) -> object:
         if not isinstance(value, dict) or len(value) > 1024:
-            raise ValueError("needed an object of at most 1024 token ids, each with a number")
+            found = f"{len(value)} entries" if isinstance(value, dict) else shown(value)
+            raise ValueError(f"found {found}; needed an object of at most 1024 token ids, each with a number")
         for key, bias in value.items():
             if not (key.isascii() and key.isdigit() and len(key) < 10):
                 raise ValueError(f"found the key {shown(key)}; needed a token id")
