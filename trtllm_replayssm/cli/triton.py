@@ -60,6 +60,9 @@ def command(
     max_queue_size: Annotated[
         int | None, typer.Option("--max_queue_size", help="Most sequences that wait; further ones are refused.")
     ] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option("--max_sequences", help="Most sequences that one request may ask for: 128.")
+    ] = None,
     enable_block_reuse: Annotated[
         bool, typer.Option("--enable_block_reuse", help="Start prompts from the states of earlier ones.")
     ] = False,
@@ -106,6 +109,7 @@ def command(
         "max_seq_len": max_seq_len,
         "max_num_tokens": max_num_tokens,
         "max_queue_size": max_queue_size,
+        "max_sequences": max_sequences,
         "enable_block_reuse": enable_block_reuse or None,
         "history": history,
         "state_dtype": state_dtype,

@@ -1,6 +1,7 @@
 """The model behind ``model.py`` with a double of Triton's module: also where no server is to be had, and on a GPU."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -89,9 +90,10 @@ PB_UTILS = SimpleNamespace(
 )
 
 
-def open_model(kind: str, **parameters: str) -> ReplayModel:
+def open_model(kind: str, tensors: dict[str, Any] | None = None, **parameters: str) -> ReplayModel:
     options = {"engine_dir": str(MODEL), "dtype": "float32", "max_batch_size": str(BATCH_SIZE)} | parameters
     config = {"decoupled": True, "parameters": {name: {"string_value": value} for name, value in options.items()}}
+    config |= tensors or {}
     args = {
         "model_config": json.dumps(config),
         "model_repository": "/repository/m",
@@ -111,20 +113,25 @@ def model(request: pytest.FixtureRequest) -> Iterator[ReplayModel]:
     model.finalize()
 
 
-def ask(model: ReplayModel, **values: object) -> Sender:
+def request(**values: object) -> tuple[Any, Sender]:
     sender = Sender()
     inputs = [
         SimpleNamespace(name=lambda name=name: name, as_numpy=lambda array=array: array)
         for name, array in tensors(**values).items()
     ]
-    request = SimpleNamespace(
+    made = SimpleNamespace(
         get_response_sender=lambda: sender,
         inputs=lambda: inputs,
         parameters=lambda: "{}",
         timeout=lambda: 0,
         requested_output_names=lambda: ALL,
     )
-    model.execute([request])
+    return made, sender
+
+
+def ask(model: ReplayModel, **values: object) -> Sender:
+    made, sender = request(**values)
+    model.execute([made])
     return sender
 
 
@@ -165,11 +172,45 @@ def test_what_is_given_up_ends_and_the_rest_goes_on(model: ReplayModel) -> None:
 
 def test_a_full_queue_and_a_fault_have_their_statuses(model: ReplayModel) -> None:
     assert error_of(ask(model, text_input="a", max_tokens=0)).code == "INVALID_ARG"
-    running = [ask(model, text_input=PROMPT, max_tokens=4000) for _ in range(BATCH_SIZE + 61)]
-    assert error_of(running[-1]).code == "UNAVAILABLE"
+    running = [ask(model, text_input=PROMPT, max_tokens=4000) for _ in range(BATCH_SIZE + 60)]
+    deadline = time.monotonic() + 30
+    while sum(Family.metrics[f"replayssm_{name}_sequences"].number for name in ("running", "waiting")) < len(running):
+        assert time.monotonic() < deadline, "not all are queued"
+        time.sleep(0.01)
+    assert error_of(ask(model, text_input=PROMPT, max_tokens=4000)).code == "UNAVAILABLE"
     for sender in running:
         sender.given_up = True
-    assert {error_of(sender).code for sender in running[:-1]} == {"CANCELLED"}
+    assert {error_of(sender).code for sender in running} == {"CANCELLED"}
+
+
+def test_more_sequences_than_may_be_are_refused_before_they_are_made(model: ReplayModel) -> None:
+    error = error_of(ask(model, text_input=PROMPT, num_return_sequences=2**31 - 1, temperature=1.0))
+    assert (error.code, "found 2147483647; needed at most 128" in error.message) == ("INVALID_ARG", True)
+
+
+def test_a_long_text_keeps_nobody_waiting(model: ReplayModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, generate = threading.Event(), model._llm.generate_async
+
+    def slow(prompt: Any, *args: Any, **options: Any) -> Any:
+        assert prompt != "long" or may_go_on.wait(60)
+        return generate(prompt, *args, **options)
+
+    monkeypatch.setattr(model._llm, "generate_async", slow)
+    long = ask(model, text_input="long", max_tokens=3)
+    assert text_of(ask(model, text_input=PROMPT, max_tokens=3))
+    assert not long.is_over.is_set()
+    may_go_on.set()
+    assert text_of(long)
+
+
+def test_a_request_that_cannot_be_read_is_answered_and_the_others_run(model: ReplayModel) -> None:
+    broken, told = request(text_input=PROMPT)
+    broken.parameters = lambda: "{"
+    good, sender = request(text_input=PROMPT, max_tokens=3)
+    model.execute([broken, good])
+    error = error_of(told)
+    assert error.code == "INTERNAL" and "JSONDecodeError" in error.message and "Traceback" not in error.message
+    assert text_of(sender)
 
 
 @pytest.mark.parametrize("kind", DEVICES)
@@ -193,6 +234,36 @@ def test_an_answer_that_cannot_be_written_ends_its_request_alone(
         error = error_of(ask(model, text_input=PROMPT, max_tokens=4))
     assert (error.code, "no shared memory" in error.message) == ("INTERNAL", True)
     assert text_of(ask(model, text_input=PROMPT, max_tokens=4))
+
+
+def test_the_end_waits_for_what_is_not_queued_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_model("CPU")
+    is_called, generate = threading.Event(), model._llm.generate_async
+
+    def late(*args: Any, **options: Any) -> Any:
+        is_called.set()
+        while model._llm.is_healthy:
+            time.sleep(0.01)
+        return generate(*args, **options)
+
+    monkeypatch.setattr(model._llm, "generate_async", late)
+    sender = ask(model, text_input=PROMPT)
+    assert is_called.wait(30)
+    model.finalize()
+    assert error_of(sender).code == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("declared", "sentence"),
+    [
+        ({"input": [{"name": "lora_id", "data_type": "TYPE_INT32"}]}, "input lora_id: found it in config.pbtxt"),
+        ({"input": [{"name": "seed", "data_type": "TYPE_INT64"}]}, "input seed: found TYPE_INT64 in config.pbtxt"),
+        ({"output": [{"name": "logits", "data_type": "TYPE_FP32"}]}, "output logits: found it in config.pbtxt"),
+    ],
+)
+def test_tensors_that_the_model_does_not_have_stop_it(declared: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        open_model("CPU", declared)
 
 
 def test_parameters_that_are_unknown_stop_the_model() -> None:

@@ -168,14 +168,22 @@ def test_a_repository_holds_several_models_each_whole_or_not_at_all(tmp_path: Pa
     placed = tmp_path / "a" / "1" / "engine" / "model.safetensors"
     assert placed.read_bytes() == (MODEL / "model.safetensors").read_bytes()
     assert f'string_value: "{MODEL}"' in (tmp_path / "b" / "config.pbtxt").read_text()
-    for name, fault in (("a", "found a folder that is not empty"), ("../c", "needed a folder's name"), ("", "name: ")):
-        with pytest.raises(ConfigError, match=fault):
-            write_model(tmp_path, name, settings, instances=Instances("cpu"))
+    with pytest.raises(ConfigError, match="found a folder that is not empty"):
+        write_model(tmp_path, "a", settings, instances=Instances("cpu"))
     with pytest.raises(CheckpointError):
         write_model(tmp_path, "c", ModelSettings(engine_dir=str(tmp_path)), instances=Instances("cpu"))
-    with pytest.raises(ConfigError, match="gpus: found"):
-        write_model(tmp_path, "c", settings, instances=Instances("cpu", 1, (0,)))
+    wrong = [Instances("cpu", 1, (0,)), Instances("gpu", 1, (-1,)), Instances("gpu", 1, (0, 0))]
+    for instances in (*wrong, Instances("cpu", 0), Instances("cpu", 10**20)):
+        with pytest.raises(ConfigError, match=r"(gpus|instances): found"):
+            write_model(tmp_path, "c", settings, instances=instances)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../c", "/c", "a b", "a\n", 'a"b', "é", "$(a)", "-a", "a;b", "a\0"])
+def test_a_name_that_triton_does_not_open_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name: found .*; needed a folder's name"):
+        write_model(tmp_path, name, ModelSettings(engine_dir=str(MODEL)), instances=Instances("cpu"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_device_is_that_of_the_instance() -> None:

@@ -4,8 +4,11 @@ The names are those of TensorRT-LLM's Triton models. Triton's batch dimension co
 request is one prompt, and requests are batched by the scheduler behind them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from trtllm_replayssm.errors import ConfigError
 
 Type = Literal["TYPE_STRING", "TYPE_INT32", "TYPE_FP32", "TYPE_UINT64", "TYPE_BOOL"]
 
@@ -118,3 +121,24 @@ OUTPUTS = (
 
 BATCH_SIZE = 1
 """Triton's ``max_batch_size``: prompts of one request."""
+
+
+def check_declared(config: Mapping[str, Any]) -> None:
+    """Refuse a model configuration whose tensors are not those of the table; it may leave out some.
+
+    Args:
+        config: as Triton hands it to a model.
+
+    Raises:
+        ConfigError: naming the first tensor that is unknown or of another type.
+    """
+    for kind, fields in (("input", INPUTS), ("output", OUTPUTS)):
+        types = {field.name: field.data_type for field in fields}
+        for tensor in config.get(kind, ()):
+            name, found = tensor["name"], tensor["data_type"]
+            if name not in types:
+                raise ConfigError(
+                    f"{kind} {name}: found it in config.pbtxt; needed none of that name. Known are {', '.join(types)}."
+                )
+            if found != types[name]:
+                raise ConfigError(f"{kind} {name}: found {found} in config.pbtxt; needed {types[name]}.")

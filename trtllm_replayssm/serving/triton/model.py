@@ -2,7 +2,8 @@
 
 Triton calls ``execute`` with requests and gets nothing back: each is answered through its response sender, when its
 tokens are there. So a call returns at once, the next one comes, and the scheduler of ``LLM`` batches what is there. An
-event loop in a thread of its own waits for the outputs of all requests, and looks now and then for cancelled ones.
+event loop in a thread of its own lets threads tokenise, waits for the outputs of all requests, and looks now and then
+for cancelled ones.
 """
 
 import asyncio
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_replayssm import LLM
-from trtllm_replayssm.errors import QueueFullError, ReplaySSMError, ShutdownError
+from trtllm_replayssm.errors import QueueFullError, ReplaySSMError, RequestError, ShutdownError
 from trtllm_replayssm.runtime.handle import RequestHandle
+from trtllm_replayssm.serving.triton.fields import check_declared
 from trtllm_replayssm.serving.triton.metrics import TritonMetrics
 from trtllm_replayssm.serving.triton.requests import GenerationRequest, read_request
 from trtllm_replayssm.serving.triton.responses import ResponseWriter
@@ -39,6 +41,7 @@ class ReplayModel:
         self._pb_utils = pb_utils
         config = json.loads(args["model_config"])
         self._is_decoupled = bool(pb_utils.using_decoupled_model_transaction_policy(config))
+        check_declared(config)
         parameters = {name: value["string_value"] for name, value in config.get("parameters", {}).items()}
         settings = ModelSettings.from_parameters(parameters)
         version_folder = (Path(args["model_repository"]) / args["model_version"]).resolve()
@@ -49,6 +52,8 @@ class ReplayModel:
         )
         self._period_s = settings.cancellation_check_period_ms / 1000
         self._metrics_period_s = settings.metrics_period_ms / 1000
+        self._max_sequences = settings.max_sequences
+        self._num_unanswered = 0
         self._open: dict[int, tuple[RequestHandle, Any]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="triton_responses", daemon=True)
@@ -63,19 +68,12 @@ class ReplayModel:
             sender = request.get_response_sender()
             try:
                 # Triton lends the input tensors for the time of this call.
-                tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                parameters = json.loads(request.parameters() or "{}")
-                asked = read_request(
-                    tensors, parameters, is_decoupled=self._is_decoupled, timeout_us=int(request.timeout())
-                )
-                handle = self._llm.generate_async(
-                    asked.prompt, asked.params, streaming=asked.streaming, timeout_s=asked.timeout_s
-                )
-            except ReplaySSMError as error:
-                self._refuse(sender, error)
+                asked = self._read(request)
+                writer = ResponseWriter(asked, frozenset(request.requested_output_names()))
+            except Exception as error:  # noqa: BLE001 - it is this request's own, and the others are to be taken in
+                self._fail(sender, error)
                 continue
-            writer = ResponseWriter(asked, frozenset(request.requested_output_names()))
-            asyncio.run_coroutine_threadsafe(self._answer(sender, handle, asked, writer), self._loop)
+            asyncio.run_coroutine_threadsafe(self._answer(sender, asked, writer), self._loop)
 
     def is_ready(self) -> bool:
         """Say whether requests are taken; Triton asks where its Python backend knows this function."""
@@ -95,25 +93,43 @@ class ReplayModel:
         for watcher in watchers:
             watcher.cancel()
         self._loop.run_until_complete(asyncio.gather(*watchers, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
-    async def _answer(
-        self, sender: Any, handle: RequestHandle, asked: GenerationRequest, writer: ResponseWriter
-    ) -> None:
-        self._open[handle.request_id] = (handle, sender)
+    def _read(self, request: Any) -> GenerationRequest:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        parameters = json.loads(request.parameters() or "{}")
+        asked = read_request(tensors, parameters, is_decoupled=self._is_decoupled, timeout_us=int(request.timeout()))
+        if asked.params.n > self._max_sequences:
+            raise RequestError(
+                f"num_return_sequences: found {asked.params.n}; needed at most {self._max_sequences}, max_sequences."
+            )
+        return asked
+
+    async def _answer(self, sender: Any, asked: GenerationRequest, writer: ResponseWriter) -> None:
+        self._num_unanswered += 1
+        handle: RequestHandle | None = None
         try:
+            # In a thread: a text or a grammar of megabytes takes seconds, and others are not to wait for it.
+            handle = await asyncio.to_thread(
+                self._llm.generate_async,
+                asked.prompt,
+                asked.params,
+                streaming=asked.streaming,
+                timeout_s=asked.timeout_s,
+            )
+            self._open[handle.request_id] = (handle, sender)
             if asked.streaming:
                 await self._stream(sender, handle, writer)
             else:
                 await self._send_last(sender, handle, writer)
-        except ReplaySSMError as error:
-            self._refuse(sender, error)
-        except Exception as error:  # the client must learn of it, and the other requests go on
-            _LOGGER.exception("request %s was not answered", handle.request_id)
-            handle.abort()
-            self._end(sender, self._error(f"internal error: {type(error).__name__}: {error}", "INTERNAL"))
+        except Exception as error:  # noqa: BLE001 - the client must learn of it, and the other requests go on
+            self._fail(sender, error)
         finally:
-            del self._open[handle.request_id]
+            if handle is not None:
+                handle.abort()
+                del self._open[handle.request_id]
+            self._num_unanswered -= 1
 
     async def _stream(self, sender: Any, handle: RequestHandle, writer: ResponseWriter) -> None:
         async for output in handle:
@@ -143,12 +159,16 @@ class ReplayModel:
             await asyncio.sleep(self._metrics_period_s)
 
     async def _settle(self) -> None:
-        while self._open:
+        while self._num_unanswered:
             await asyncio.sleep(0.01)
         self._metrics.update(self._llm.metrics(), self._llm.latencies())
 
-    def _refuse(self, sender: Any, error: ReplaySSMError) -> None:
-        self._end(sender, self._error(str(error), status_of(error)))
+    def _fail(self, sender: Any, error: Exception) -> None:
+        if isinstance(error, ReplaySSMError):
+            self._end(sender, self._error(str(error), status_of(error)))
+            return
+        _LOGGER.error("a request was not answered", exc_info=error)
+        self._end(sender, self._error(f"internal error: {type(error).__name__}: {error}", "INTERNAL"))
 
     def _error(self, message: str, status: str) -> Any:
         errors = self._pb_utils.TritonError

@@ -1,6 +1,7 @@
 """A Triton model repository with a model on the Python backend, from any folder that ``LLM`` opens."""
 
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from trtllm_replayssm.serving.triton.settings import ModelSettings
 CONFIG_FILE = "config.pbtxt"
 MODEL_FILE = "model.py"
 VERSION = "1"
+# Triton hands a model's folder to a shell: it waits for ever for a name with a space, and its Python does not open one
+# beyond ASCII.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MAX_INSTANCES = 2**31 - 1
 ENGINE_FOLDER, CHECKPOINT_FOLDER, DRAFT_FOLDER = "engine", "checkpoint", "draft_model"
 
 # What a model folder may consist of; weights to be unpickled are never read, so they stay behind.
@@ -66,10 +71,12 @@ class Instances:
         """Return the instance group.
 
         Raises:
-            ConfigError: GPUs for a model on the CPU, or no instance.
+            ConfigError: GPUs for a model on the CPU or ones that cannot be, or no number of instances.
         """
-        if self.count < 1:
-            raise ConfigError(f"instances: found {self.count}; needed at least 1.")
+        if not 1 <= self.count <= _MAX_INSTANCES:
+            raise ConfigError(f"instances: found {self.count}; needed at least 1, and no more than Triton can count.")
+        if min(self.gpus, default=0) < 0 or len(set(self.gpus)) < len(self.gpus):
+            raise ConfigError(f"gpus: found {list(self.gpus)}; needed numbers of devices, each once.")
         if self.kind == "cpu" and self.gpus:
             raise ConfigError(f"gpus: found {list(self.gpus)} for a model on the CPU; needed none. Use kind 'gpu'.")
         group: dict[str, Value] = {"kind": Name(f"KIND_{self.kind.upper()}"), "count": self.count}
@@ -148,13 +155,16 @@ def model_config(
 
 
 def check_name(name: str) -> None:
-    """Refuse a model name that is no folder name of its own.
+    """Refuse a model name that is no folder name of its own, or none that Triton opens.
 
     Raises:
-        ConfigError: it is empty, hidden, or has a slash.
+        ConfigError: it is empty, hidden, or of other characters.
     """
-    if not name or name.startswith(".") or "/" in name or "\0" in name:
-        raise ConfigError(f"name: found {name!r}; needed a folder's name, without a slash and a dot in front.")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"name: found {name!r}; needed a folder's name of letters, digits, '_', '-' and '.', the last two not in "
+            f"front."
+        )
 
 
 def _tensor(field: Field, *, is_input: bool) -> dict[str, Value]:

@@ -39,6 +39,7 @@ class ModelSettings(Frozen):
         max_seq_len: tokens of the longest sequence.
         max_num_tokens: tokens of the longest prompt piece of a step.
         max_queue_size: most requests that wait; further ones are refused with the status "unavailable".
+        max_sequences: most sequences that one request may ask for.
         enable_block_reuse: whether prompts may start from the states of earlier ones that begin alike.
         history: most pending tokens of a slot, or "auto".
         state_dtype: of the recurrent state.
@@ -60,6 +61,7 @@ class ModelSettings(Frozen):
     max_seq_len: int | None = Field(default=None, ge=1)
     max_num_tokens: int | None = Field(default=None, ge=1)
     max_queue_size: int | None = Field(default=None, ge=0)
+    max_sequences: int = Field(default=128, ge=1)
     enable_block_reuse: bool = False
     history: int | Literal["auto"] | None = None
     state_dtype: StateDtype | None = None
