@@ -1,5 +1,6 @@
 """``trtllm-replayssm triton``: a model folder -> a model in a Triton model repository."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -89,7 +90,7 @@ def command(
 ) -> None:
     """Write a Triton model: config.pbtxt, model.py and the folder it serves."""
     from trtllm_replayssm.serving.triton import engine_repository
-    from trtllm_replayssm.serving.triton.repository import Instances, write_model
+    from trtllm_replayssm.serving.triton.repository import Instances, is_openable, write_model
     from trtllm_replayssm.serving.triton.settings import ModelSettings
 
     where = Instances(kind, instances, tuple(gpus or ()))
@@ -97,8 +98,8 @@ def command(
         written = engine_repository.write_model(repository, name, engine_dir, instances=where)
         for note in written.notes:
             print(f"note: {note}")
-        plugins = f" --backend-config=tensorrt,plugins={written.plugin_library}"
-        print(f"model: {written.folder}\ntritonserver --model-repository={repository}{plugins}")
+        plugins = shlex.quote(f"--backend-config=tensorrt,plugins={written.plugin_library}")
+        print(f"model: {written.folder}\ntritonserver --model-repository={shlex.quote(str(repository))} {plugins}")
         return
     wishes = {
         "engine_dir": engine_dir,
@@ -121,4 +122,6 @@ def command(
     }
     settings = ModelSettings.of({option: str(wish) for option, wish in wishes.items() if wish is not None})
     folder = write_model(repository, name, settings, instances=where, is_decoupled=decoupled, by_reference=by_reference)
-    print(f"model: {folder}\ntritonserver --model-repository={repository}")
+    if not is_openable(repository):
+        print("note: Triton opens no model below a path with spaces or beyond ASCII; move the repository.")
+    print(f"model: {folder}\ntritonserver --model-repository={shlex.quote(str(repository))}")

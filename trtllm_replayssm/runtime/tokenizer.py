@@ -26,6 +26,9 @@ class Tokenizer:
             raise CheckpointError(
                 f"{file}: found no readable tokenizer ({error}); needed a tokenizer.json. Copy the model's again."
             ) from error
+        # Left by whoever trained with the file: a prompt is never cut or filled up in silence.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -52,7 +55,8 @@ class Tokenizer:
                 f"{name}: found no valid Unicode at character {error.start} ({near!a}); needed text that can be "
                 "written as UTF-8."
             ) from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch: encoding a single text keeps the interpreter's lock, and all other threads wait.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def to_json(self) -> str:

@@ -1,4 +1,7 @@
-"""A real ``tritonserver`` as a process: started on free ports, waited for, stopped."""
+"""A real ``tritonserver`` as a process: started on free ports, waited for, stopped.
+
+``python -m tests.serving.triton.server REPOSITORY`` serves a repository until it is interrupted.
+"""
 
 import os
 import signal
@@ -6,11 +9,12 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,3 +162,22 @@ def _is_ready(server: Server) -> bool:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)
     raise AssertionError(f"the server was not ready within {TIMEOUT_S} s:\n{server.log.read_text()[-4000:]}")
+
+
+def main(repository: Path) -> None:
+    """Serve a repository until an interrupt."""
+    reason = obstacle()
+    if reason is not None:
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory() as scratch, running(repository.resolve(), Path(scratch)) as server:
+        sys.stdout.write(
+            f"HTTP {server.url}, gRPC {HOST}:{server.grpc}, metrics http://{HOST}:{server.metrics}/metrics\n"
+        )
+        sys.stdout.write(f"log {server.log}; Ctrl-C ends it\n")
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):
+            server.process.wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

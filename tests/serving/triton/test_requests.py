@@ -1,5 +1,6 @@
 """Tensors -> requests, results -> tensors, settings and configurations, without a server."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.serving.triton.conftest import MODEL
+from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.errors import CheckpointError, ConfigError, QueueFullError, ReplaySSMError, RequestError
 from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from trtllm_replayssm.serving.triton.fields import INPUTS, OUTPUTS
@@ -184,6 +186,17 @@ def test_a_name_that_triton_does_not_open_is_refused(name: str, tmp_path: Path) 
     with pytest.raises(ConfigError, match="name: found .*; needed a folder's name"):
         write_model(tmp_path, name, ModelSettings(engine_dir=str(MODEL)), instances=Instances("cpu"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("folder", "is_noted"), [("models", False), ("my models", True), ("modèles", True)])
+def test_a_path_that_triton_does_not_open_is_noted(
+    folder: str, is_noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / folder
+    assert main(["triton", "--engine_dir", str(MODEL), "--repository", str(repository)]) == 0
+    said = capsys.readouterr().out
+    assert ("note: Triton opens no model" in said) is is_noted
+    assert shlex.split(said.splitlines()[-1]) == ["tritonserver", f"--model-repository={repository}"]
 
 
 def test_the_device_is_that_of_the_instance() -> None:

@@ -18,8 +18,8 @@ from trtllm_replayssm.serving.triton.settings import ModelSettings
 CONFIG_FILE = "config.pbtxt"
 MODEL_FILE = "model.py"
 VERSION = "1"
-# Triton hands a model's folder to a shell: it waits for ever for a name with a space, and its Python does not open one
-# beyond ASCII.
+# Triton 2.51 ends a path at its first space, and then waits for ever for a process that could not begin; its Python
+# opens no path beyond ASCII.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MAX_INSTANCES = 2**31 - 1
 ENGINE_FOLDER, CHECKPOINT_FOLDER, DRAFT_FOLDER = "engine", "checkpoint", "draft_model"
@@ -152,6 +152,12 @@ def model_config(
         Comment("How the model is opened; a relative folder begins at the version's."): "",
         "parameters": parameters,
     }
+
+
+def is_openable(path: Path) -> bool:
+    """Return whether Triton's Python backend opens a model in this place."""
+    text = str(path.resolve())
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def check_name(name: str) -> None:
