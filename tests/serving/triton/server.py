@@ -169,6 +169,7 @@ def main(repository: Path) -> None:
     reason = obstacle()
     if reason is not None:
         sys.exit(reason)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch, running(repository.resolve(), Path(scratch)) as server:
         sys.stdout.write(
             f"HTTP {server.url}, gRPC {HOST}:{server.grpc}, metrics http://{HOST}:{server.metrics}/metrics\n"

@@ -5,6 +5,8 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import tritonclient.http as http_client
 from tritonclient.utils import InferenceServerException
 
 from tests.serving.triton.clients import Answer, Stream, generate, generate_stream, grpc, http, post, tensors
-from tests.serving.triton.server import Server
+from tests.serving.triton.server import HOST, Server
 from trtllm_replayssm import LLM, SamplingParams
 from trtllm_replayssm.serving.triton.fields import INPUTS, OUTPUTS
 
@@ -202,6 +204,18 @@ def test_a_cancelled_stream_frees_its_slot(server: Server) -> None:
     )
     wait_for(lambda: metric(server, "replayssm_running_sequences", "stream") == 0, "its slot is free")
     assert generate(server, "stream", text_input=PROMPT, max_tokens=2)["sequence_length"] == 2
+
+
+def test_an_http_stream_whose_client_has_gone_frees_its_slot(server: Server) -> None:
+    before = metric(server, "replayssm_cancelled_sequences_total", "stream")
+    body = json.dumps({"text_input": PROMPT, "max_tokens": 4000, "stream": True})
+    with closing(HTTPConnection(HOST, server.http, timeout=30)) as client:
+        client.request("POST", "/v2/models/stream/generate_stream", body)
+        assert client.getresponse().read(10)
+    wait_for(
+        lambda: metric(server, "replayssm_cancelled_sequences_total", "stream") == before + 1,
+        "the request is cancelled",
+    )
 
 
 def test_a_request_that_runs_out_of_time_says_so(server: Server) -> None:
