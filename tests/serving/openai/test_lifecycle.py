@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -94,14 +95,32 @@ def test_a_server_ends_in_order_and_starts_again(tmp_path: Path) -> None:
         next(stream)
         waiting = InBackground(lambda: server.client().completions.create(**ENDLESS))
         server.wait_for_metric("running_sequences", 2)
-        server.terminate()
-        # What runs too long is told why it ends.
-        with pytest.raises(openai.APIError, match="shutting down"):
-            list(stream)
-        error = waiting.outcome()
-        assert isinstance(error, openai.InternalServerError) and error.status_code == 503
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as unfinished:
+            unfinished.sendall(request_bytes()[:-5])
+            time.sleep(0.2)
+            server.terminate()
+            # What runs too long is told why it ends, and so is what never came whole.
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(stream)
+            error = waiting.outcome()
+            assert isinstance(error, openai.InternalServerError) and error.status_code == 503
+            answer = read_all(unfinished)
+            assert answer.startswith(b"HTTP/1.1 503") and b"shutting down" in answer
         assert server.process.wait(30) == 0
-        assert "Traceback" not in server.log
+        assert "Traceback" not in server.log and " ERROR " not in server.log
+
+
+def test_a_second_interrupt_ends_the_server_at_once(tmp_path: Path) -> None:
+    with ServerProcess(["--served_model_name", "tiny"], tmp_path / "log") as server:
+        stream = server.client().completions.create(**ENDLESS, stream=True)
+        next(stream)
+        started = time.monotonic()
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert server.process.wait(30) == 0
+        assert time.monotonic() - started < 20, "a stream has 30 s to finish after the first"
+        assert "ended at once" in server.log and "Traceback" not in server.log
 
 
 @contextmanager

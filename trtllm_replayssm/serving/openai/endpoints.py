@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from trtllm_replayssm import __version__
-from trtllm_replayssm.serving.openai.errors import ApiError, invalid
+from trtllm_replayssm.serving.openai.errors import ApiError, invalid, shutting_down
 from trtllm_replayssm.serving.openai.event_stream import DONE, EventStream, event, until_gone
 from trtllm_replayssm.serving.openai.generation import Generation
 from trtllm_replayssm.serving.openai.protocol import ChatBody, CompletionBody, read_body
@@ -66,12 +66,18 @@ class Endpoints:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "content-type: found another one; needed application/json.")
         settings = self._service.settings
+        reading = asyncio.ensure_future(_read(request, settings.max_body_bytes))
+        ending = asyncio.ensure_future(self._service.is_ending.wait())
         try:
-            return await asyncio.wait_for(_read(request, settings.max_body_bytes), settings.body_timeout_s)
-        except TimeoutError:
-            raise ApiError(
-                408, f"body: found no end of it within {settings.body_timeout_s:g} s; needed it faster."
-            ) from None
+            timeout_s = settings.body_timeout_s
+            await asyncio.wait({reading, ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+            if ending.done():
+                raise shutting_down(None)
+            raise ApiError(408, f"body: found no end of it within {timeout_s:g} s; needed it faster.")
+        finally:
+            await _give_up(reading, ending)
 
     async def _generate(self, request: Request, body: CompletionBody | ChatBody) -> ASGIApp:
         self._service.check_model(body.model)
@@ -97,9 +103,7 @@ class Endpoints:
                 raise ClientDisconnect
             return work.result()
         finally:
-            for task in (work, watching):
-                task.cancel()
-            await asyncio.gather(work, watching, return_exceptions=True)
+            await _give_up(work, watching)
 
 
 class _Reply:
@@ -183,6 +187,12 @@ class _Reply:
             "system_fingerprint": f"trtllm_replayssm-{__version__}",
             "choices": choices,
         }
+
+
+async def _give_up(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _read(request: Request, most: int) -> bytes:

@@ -74,6 +74,11 @@ class Server(uvicorn.Server):
         ending = loop.call_later(self._service.settings.shutdown_timeout_s, self._service.end_all)
         await super().shutdown(sockets)
         ending.cancel()
+        if self.force_exit:  # then nothing was waited for: requests end as if their clients had left
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -98,5 +103,6 @@ def serve(service: Service, listener: socket.socket) -> None:
     if not service.settings.api_keys and host not in ("127.0.0.1", "::1"):
         _LOGGER.warning("anyone who reaches %s can use the model: no API keys were given", shown)
     _LOGGER.info("%s is served at http://%s:%d/v1", service.settings.model_name, shown, port)
-    Server(service).run([listener])
-    _LOGGER.info("served; all requests have ended")
+    server = Server(service)
+    server.run([listener])
+    _LOGGER.info("served; %s", "ended at once" if server.force_exit else "all requests have ended")

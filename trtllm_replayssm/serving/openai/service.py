@@ -22,6 +22,10 @@ class Service:
         llm: the model; the service does not close it.
         settings: limits and times.
         chat_template: None refuses chats.
+
+    Attributes:
+        is_draining: no more requests are taken.
+        is_ending: set when those that were taken must end.
     """
 
     def __init__(self, llm: LLM, settings: ServerSettings, chat_template: ChatTemplate | None) -> None:
@@ -30,6 +34,7 @@ class Service:
         self._chat_template = chat_template
         self._running: set[Generation] = set()
         self.is_draining = False
+        self.is_ending = asyncio.Event()
 
     @property
     def obstacle(self) -> str | None:
@@ -93,6 +98,8 @@ class Service:
     def running(self, generation: Generation) -> Iterator[None]:
         """Know of a request while its client waits; free its slots whatever ends the waiting."""
         self._running.add(generation)
+        if self.is_ending.is_set():  # its prompt was tokenised meanwhile
+            generation.abort()
         try:
             yield
         finally:
@@ -100,7 +107,8 @@ class Service:
             generation.abort()
 
     def end_all(self) -> None:
-        """End what still runs; its clients are told so."""
+        """End what still runs or is still being read; its clients are told so."""
+        self.is_ending.set()
         for generation in self._running:
             generation.abort()
 
