@@ -144,7 +144,7 @@ def test_what_no_queue_can_ever_hold_is_refused_before_it_is_made(folder: Path, 
     scheduling = SchedulerConfig(max_queue_size=2)
     rules = SamplingParams(max_tokens=1, n=count)
     with LLM(folder, device="cpu", max_batch_size=1, max_seq_len=64, scheduler_config=scheduling) as llm:
-        with pytest.raises(QueueFullError, match=f"{count} new ones; needed at most 3.*Ask for fewer at a time"):
+        with pytest.raises(RequestError, match=f"found {count} new requests; needed at most 3.*Ask for fewer at a"):
             llm.generate([5], rules)
         assert len(llm.generate([5], rules.model_copy(update={"n": 3})).outputs) == 3
 

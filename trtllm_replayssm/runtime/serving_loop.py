@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from trtllm_replayssm.errors import ExecutorError, QueueFullError, ReplaySSMError, ShutdownError
+from trtllm_replayssm.errors import ExecutorError, QueueFullError, ReplaySSMError, RequestError, ShutdownError
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.handle import RequestHandle, Waiter, wake
 from trtllm_replayssm.runtime.loop import DecodeLoop
@@ -83,6 +83,7 @@ class ServingLoop:
         """Raise what so many requests would be refused with at once.
 
         Raises:
+            RequestError: there would be too many even in an empty queue.
             QueueFullError: there would be too many.
             ShutdownError: the loop was closed.
             ExecutorError: a step failed before.
@@ -95,17 +96,24 @@ class ServingLoop:
                 f"Make another."
             ) from self._failure
         most = self._max_unfinished
-        if most is not None and self._num_unfinished + count > most:
-            way_out = "Try again later." if count <= most else "Ask for fewer at a time, or raise max_queue_size."
+        if most is None:
+            return
+        if count > most:  # there never will be
+            raise RequestError(
+                f"queue: found {count} new requests; needed at most {most}, max_batch_size + max_queue_size. Ask for "
+                f"fewer at a time, or raise max_queue_size."
+            )
+        if self._num_unfinished + count > most:
             raise QueueFullError(
                 f"queue: found {self._num_unfinished} unfinished requests and {count} new ones; needed at most {most}, "
-                f"max_batch_size + max_queue_size. {way_out}"
+                f"max_batch_size + max_queue_size. Try again later."
             )
 
     def submit(self, handles: Sequence[RequestHandle]) -> None:
         """Queue requests, all of them or none.
 
         Raises:
+            RequestError: there would be too many even in an empty queue.
             QueueFullError: there would be too many.
             ShutdownError: the loop was closed.
             ExecutorError: a step failed before.

@@ -54,7 +54,7 @@ USER = {"role": "user", "content": "x"}
             "found 1025 entries; needed an object of at most 1024 token ids",
         ),
         ({"stream": True, "stream_options": 1}, "stream_options", "found 1; needed an object"),
-        ({"stop": [""]}, "stop", "at least 1 character"),
+        ({"stop": [""]}, "stop", "found ''; needed at least 1 character"),
         ({"stop_token_ids": [4000]}, None, "found stop or end token id 4000"),
         ({"stream_options": {"include_usage": True}}, None, "stream_options: found without stream"),
         ({"echo": True, "logprobs": 1}, None, "echo: found with logprobs"),
@@ -231,6 +231,12 @@ def test_bodies_are_limited_with_and_without_a_length(small: ServerProcess) -> N
     data = json.dumps(body).encode()
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
     assert small.ask("/v1/completions", body=chunked, headers=JSON | key).status == 413
+
+
+def test_more_than_the_queue_can_ever_hold_is_no_matter_of_time(small: ServerProcess) -> None:
+    answer = with_key(small, {"model": "model", "prompt": ["a", "b", "c"]})
+    assert answer.status == 400 and "found 3 new requests; needed at most 2" in answer.message
+    assert "retry-after" not in answer.headers
 
 
 def test_a_full_queue_and_a_busy_server_say_when_to_come_again(small: ServerProcess) -> None:

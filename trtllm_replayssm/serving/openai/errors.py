@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 _SHOWN_PROBLEMS = 3
 _MAX_MESSAGE = 2000
-# What pydantic calls JSON's objects.
+# pydantic's words for a rule, and for JSON's objects.
+_SHOULD = re.compile("^(Input should be|(List|String) should have)")
 _PYTHON_OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
@@ -110,7 +111,7 @@ def _problem_text(problem: Any) -> str:
         return f"{where}: found a parameter that this server does not know; needed one that it does, or none"
     if problem["type"] == "missing":
         return f"{where}: found nothing; needed a value"
-    needed = problem["msg"].removeprefix("Value error, ").replace("Input should be", "needed")
+    needed = _SHOULD.sub("needed", problem["msg"].removeprefix("Value error, "))
     if problem["type"] == "value_error":  # a check of ours, which says what was found
         return f"{where}: {needed}" if where else needed
     needed = _PYTHON_OBJECT.sub("an object", needed)
