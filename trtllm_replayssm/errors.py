@@ -106,6 +106,14 @@ class ExecutorError(ReplaySSMError, RuntimeError):
     code = "R005"
 
 
+def error_text(error: BaseException) -> str:
+    """Return what any error says; not every one can."""
+    try:
+        return error.message if isinstance(error, ReplaySSMError) else str(error)
+    except Exception:  # noqa: BLE001 - whatever its own __str__ raises
+        return "it has no text"
+
+
 def validation_text(error: "ValidationError") -> str:
     """Write every problem that pydantic found as ``name: found x; needed y``, in one line without a final full stop."""
     return "; ".join(map(_problem_text, error.errors()))

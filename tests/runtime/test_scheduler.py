@@ -96,11 +96,12 @@ def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
 
 def test_ending_everything_leaves_free_slots_and_no_work() -> None:
     desk = Desk(2, 4)
-    for i in range(5):
-        desk.scheduler.add(request_of(i, 6))
+    requests = [request_of(i, 6) for i in range(5)]
+    for request in requests:
+        desk.scheduler.add(request)
     desk.step()
-    assert len(desk.scheduler.unfinished()) == 5
-    for request in desk.scheduler.unfinished():
+    assert (desk.scheduler.num_running, desk.scheduler.num_waiting) == (2, 3)
+    for request in requests:
         desk.scheduler.end(request, "cancelled")
     assert not desk.scheduler.has_work
     assert desk.slots.num_free == 2

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trtllm_replayssm.errors import RequestError
+from trtllm_replayssm.errors import RequestError, error_text
 from trtllm_replayssm.runtime.logit_rules import Penalties, TokenMask, allows
 from trtllm_replayssm.runtime.logprobs import top_logprobs
 from trtllm_replayssm.runtime.outputs import Logprob
@@ -51,15 +51,19 @@ def judge(plan: StepPlan, logits: torch.Tensor) -> tuple[Verdict, ...]:
     """
     try:
         return _judge_rows(plan.rows, plan.first_slot, logits)
-    except Exception:  # noqa: BLE001 - whatever one row's rules raise, the others have their tokens
+    except torch.AcceleratorError:
+        raise  # here a device's failure shows that happened in the step: it is everybody's
+    except BaseException:  # noqa: BLE001 - whatever one row's rules raise, a library's panic included
         return tuple(_judge_alone(row, plan.first_slot, logits) for row in plan.rows)
 
 
 def _judge_alone(row: RowPlan, first_slot: int, logits: torch.Tensor) -> Verdict:
     try:
         return _judge_rows((row,), first_slot, logits)[0]
-    except Exception as error:  # noqa: BLE001 - as above: the error is the request's
-        what = error.message if isinstance(error, RequestError) else f"{type(error).__name__}: {error}."
+    except torch.AcceleratorError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - as above: the error is the request's
+        what = error.message if isinstance(error, RequestError) else f"{type(error).__name__}: {error_text(error)}."
         return _refusal(RequestError(f"request {row.request.request_id}: its sampling rules failed: {what}"))
 
 

@@ -107,9 +107,10 @@ class RequestHandle:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda seen=seen: self._version != seen)  # type: ignore[misc]
-                seen, output, is_done = self._version, _present(self._output), self._is_done
-            yield output if before is None else output.since(before)
-            before = output
+                seen, output, is_done = self._version, self._output, self._is_done
+            if output is not None and output is not before:  # one that was given up has nothing new
+                yield output if before is None else output.since(before)
+                before = output
             if is_done:
                 self._last()
                 return
@@ -119,9 +120,10 @@ class RequestHandle:
         while True:
             await self._next_change(seen)
             with self._changed:
-                seen, output, is_done = self._version, _present(self._output), self._is_done
-            yield output if before is None else output.since(before)
-            before = output
+                seen, output, is_done = self._version, self._output, self._is_done
+            if output is not None and output is not before:  # one that was given up has nothing new
+                yield output if before is None else output.since(before)
+                before = output
             if is_done:
                 self._last()
                 return
@@ -144,6 +146,24 @@ class RequestHandle:
             waiters, self._waiters = self._waiters, []
         return waiters
 
+    def give_up(self, error: ReplaySSMError, *, is_forked: bool = False) -> Iterable[Waiter]:
+        """End with an error where no last output can be had; for the worker alone, as ``publish``.
+
+        Args:
+            error: why; one that ended the request before stays.
+            is_forked: in a process in which whoever holds the handle's lock may not exist.
+        """
+        if is_forked:
+            self._changed = threading.Condition()
+        with self._changed:
+            if self._is_done:
+                return ()
+            self._is_done, self._error, self._owner = True, error, None
+            self._version += 1
+            self._changed.notify_all()
+            waiters, self._waiters = self._waiters, []
+        return waiters
+
     async def _next_change(self, seen: int) -> None:
         loop = asyncio.get_running_loop()
         with self._changed:
@@ -161,7 +181,8 @@ class RequestHandle:
     def _last(self) -> RequestOutput:
         if self._error is not None:
             raise self._error
-        return _present(self._output)
+        assert self._output is not None, "the end of a request has an output or an error"
+        return self._output
 
 
 def wake(waiters: Iterable[Waiter]) -> None:
@@ -172,7 +193,7 @@ def wake(waiters: Iterable[Waiter]) -> None:
     for loop, futures in by_loop.items():
         try:
             loop.call_soon_threadsafe(_set_all, futures)
-        except RuntimeError:  # the event loop was closed: nobody waits there any more
+        except Exception:  # noqa: BLE001 - a RuntimeError of one that was closed: nobody waits there any more
             continue
 
 
@@ -180,8 +201,3 @@ def _set_all(futures: Sequence["asyncio.Future[None]"]) -> None:
     for future in futures:
         if not future.done():
             future.set_result(None)
-
-
-def _present(output: RequestOutput | None) -> RequestOutput:
-    assert output is not None, "a version without an output"
-    return output

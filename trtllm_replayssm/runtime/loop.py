@@ -8,7 +8,7 @@ import operator
 import reprlib
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import replace
 
 from trtllm_replayssm.config import KvCacheConfig
@@ -106,7 +106,7 @@ class DecodeLoop:
         """Run one step; return the requests whose tokens grew or that ended.
 
         Raises:
-            Exception: what the executor or the drafter raised; the loop is then good for ``end_all`` alone.
+            Exception: what the executor or the drafter raised; the loop is then good for ``end`` and ``close`` alone.
         """
         self._turn_over()
         if not self._scheduler.num_running:
@@ -160,20 +160,13 @@ class DecodeLoop:
             overdue.append(request)
         return tuple(overdue)
 
-    def end_all(self, error: ReplaySSMError) -> tuple[Request, ...]:
-        """End every request with an error; return them."""
-        unfinished = self._scheduler.unfinished()
-        for request in unfinished:
-            with suppress(Exception):  # it may be the drafter that has failed
-                self.end(request, "error", error)
-        return unfinished
-
     def close(self) -> None:
         """Release what the drafter and the prefix cache hold; the loop is not used again."""
-        if isinstance(self._drafter, ModelDrafter):
-            self._drafter.close()
-        if self.reuse is not None:
-            self.reuse.close()
+        with ExitStack() as both:  # the other one, too, where one fails
+            if self.reuse is not None:
+                both.callback(self.reuse.close)
+            if isinstance(self._drafter, ModelDrafter):
+                both.callback(self._drafter.close)
 
     def _turn_over(self) -> None:
         preempted, admitted = self._scheduler.admit()

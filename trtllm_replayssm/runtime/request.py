@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtllm_replayssm.config import SamplingParams
-from trtllm_replayssm.errors import ReplaySSMError, RequestError
+from trtllm_replayssm.errors import ReplaySSMError, RequestError, error_text
 from trtllm_replayssm.runtime.guided import GrammarState
 from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from trtllm_replayssm.runtime.text_stream import TextStream
@@ -179,8 +179,8 @@ class Request:
         self.error = error
         try:
             self._finish(reason, None)
-        except Exception as trouble:  # noqa: BLE001 - the tokenizer's, over what it still held back
-            self.error = RequestError(f"request {self.request_id}: its text failed: {trouble!r}.")
+        except BaseException as trouble:  # noqa: BLE001 - the tokenizer's, over what it still held back
+            self.error = text_failure(self.request_id, trouble)
             self._finish("error", None)
 
     def _completion(self) -> CompletionOutput:
@@ -224,3 +224,8 @@ class Request:
         if self.text is not None and not isinstance(stopped_by, str) and self.error is None:
             self.text.close()
         self.move_to(RequestState.FINISHED)
+
+
+def text_failure(request_id: int, error: BaseException) -> RequestError:
+    """Return the error of a request whose tokenizer or grammar has raised one; a Rust library's is no Exception."""
+    return RequestError(f"request {request_id}: its text failed: {type(error).__name__}: {error_text(error)}.")

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trtllm_replayssm.contract import defaults
-from trtllm_replayssm.errors import ReplaySSMError, RequestError
+from trtllm_replayssm.errors import ReplaySSMError
 from trtllm_replayssm.runtime.outputs import FinishReason
-from trtllm_replayssm.runtime.request import Request, RequestState
+from trtllm_replayssm.runtime.request import Request, RequestState, text_failure
 from trtllm_replayssm.runtime.request_heap import RequestHeap
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
@@ -141,10 +141,6 @@ class Scheduler:
         self._waiting.remove(request)
         self._release(request)
 
-    def unfinished(self) -> tuple[Request, ...]:
-        """Return all requests, waiting or running."""
-        return (*self._waiting.requests(), *self._running.values())
-
     def _next_piece(self, request: Request) -> RowPlan:
         assert request.slot is not None, "a prefilling request has a slot"
         start = int(self._slots.past_lengths[request.slot])
@@ -182,8 +178,8 @@ class Scheduler:
                 request.append(token_id, logprob, top)
             except ReplaySSMError as error:  # the grammar's
                 request.end("error", error)
-            except Exception as error:  # noqa: BLE001 - the tokenizer's, whatever it raises: one request's trouble
-                request.end("error", RequestError(f"request {request.request_id}: its text failed: {error!r}."))
+            except BaseException as error:  # noqa: BLE001 - one request's trouble; what Rust panics with is no Exception
+                request.end("error", text_failure(request.request_id, error))
         if verdict.error is not None and not request.is_finished:
             request.end("error", verdict.error)
         if request.is_finished:

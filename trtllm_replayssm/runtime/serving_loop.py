@@ -5,13 +5,24 @@ aborted, runs out of time or takes another's slot at the border of a step, never
 """
 
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 
-from trtllm_replayssm.errors import ExecutorError, QueueFullError, ReplaySSMError, RequestError, ShutdownError
+from trtllm_replayssm.errors import (
+    CapacityError,
+    ExecutorError,
+    QueueFullError,
+    ReplaySSMError,
+    RequestError,
+    ShutdownError,
+    error_text,
+)
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.handle import RequestHandle, Waiter, wake
 from trtllm_replayssm.runtime.loop import DecodeLoop
@@ -49,6 +60,7 @@ class ServingLoop:
         # The worker's own.
         self._handles: dict[int, RequestHandle] = {}
         self._counted_until: float | None = None  # None while there is nothing to run
+        _OF_THIS_PROCESS.add(self)
 
     @property
     def is_closed(self) -> bool:
@@ -88,7 +100,7 @@ class ServingLoop:
             ShutdownError: the loop was closed.
             ExecutorError: a step failed before.
         """
-        if self._is_closed:
+        if self._is_closed and self._failure is None:
             raise ShutdownError("generate: found an LLM that was closed; needed an open one. Make another.")
         if self._failure is not None:
             raise ExecutorError(
@@ -117,15 +129,15 @@ class ServingLoop:
             QueueFullError: there would be too many.
             ShutdownError: the loop was closed.
             ExecutorError: a step failed before.
+            CapacityError: the process can have no further thread.
         """
         count = sum(len(handle.sequences) for handle in handles)
         with self._letters:
             self.check_room(count)
+            if self._thread is None:
+                self._start_worker()
             self._num_unfinished += count
             self._arrivals.extend(handles)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="trtllm_replayssm", daemon=True)
-                self._thread.start()
             self._letters.notify_all()
 
     def abort(self, handle: RequestHandle) -> None:
@@ -147,6 +159,30 @@ class ServingLoop:
         elif thread is not threading.current_thread():
             thread.join()
 
+    def end_in_child(self) -> None:
+        """In a process that was forked off, end what needs the worker, which is not there."""
+        self._letters = threading.Condition(threading.RLock())  # somebody may have held it, who is not here
+        if self._thread is None:
+            return  # it can have one of its own
+        self._thread, self._is_closed = None, True
+        self._failure = ExecutorError(
+            "process: found a fork of the process that opened the LLM; needed that one, for neither its threads nor "
+            "its device are here. Open an LLM where it is used, or start processes by 'spawn'."
+        )
+        for handle in {*self._handles.values(), *self._arrivals}:
+            handle.give_up(self._failure, is_forked=True)
+
+    def _start_worker(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="trtllm_replayssm", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            raise CapacityError(
+                f"worker: found no thread for it ({error}); needed one, in which the model runs. End other threads, or "
+                f"let the process have more."
+            ) from error
+
     def _run(self) -> None:
         try:
             if self._executor.device.type == "cuda":
@@ -154,18 +190,23 @@ class ServingLoop:
             while self._read_letters():
                 self._step()
             self._end_all(ShutdownError("request: found its LLM closed before the end; needed an open one."))
-        except BaseException as error:  # the requests' users must learn of it, whatever it is
-            _LOGGER.exception("a step failed: all requests end, and no further one is taken")
-            failure = ExecutorError(
-                f"executor: found {type(error).__name__} in a step: {error}. What the step left on the device is not "
-                f"known; make another LLM."
-            )
-            failure.__cause__ = error
-            with self._letters:
-                self._failure = failure
-            self._end_all(failure)
+        except BaseException as error:  # noqa: BLE001 - the requests' users must learn of it, whatever it is
+            self._fail(error)
         finally:
             self._close_executor()
+
+    def _fail(self, error: BaseException) -> None:
+        failure = ExecutorError(
+            f"executor: found {type(error).__name__} in a step: {error_text(error)}. What the step left on the device "
+            f"is not known; make another LLM."
+        )
+        failure.__cause__ = error
+        with self._letters:
+            self._failure = failure
+        try:
+            self._end_all(failure)
+        finally:  # last: what a program has logs do may fail, too
+            _LOGGER.error("a step failed: all requests have ended, and no further one is taken", exc_info=error)
 
     def _read_letters(self) -> bool:
         """Wait for something to do; take in requests and orders. Return False when the loop is to end."""
@@ -195,23 +236,32 @@ class ServingLoop:
         with self._letters:
             self._num_unfinished -= len(finished)
         waiters: list[Waiter] = []
-        for handle in handles.values():
-            waiters += handle.publish()
-        for request_id in finished:
-            del self._handles[request_id]
-        wake(waiters)
+        try:
+            for handle in handles.values():
+                waiters += handle.publish()
+            for request_id in finished:
+                del self._handles[request_id]
+        finally:
+            wake(waiters)
 
     def _end_all(self, error: ReplaySSMError) -> None:
+        """End all requests, and let nobody wait for one, whatever else fails on the way."""
         with self._letters:
             arrivals, self._arrivals = self._arrivals, []
         self._know(arrivals)
-        self._loop.end_all(error)
-        # Of all that were there: a step that failed may have ended requests, too.
         handles = {handle.request_id: handle for handle in self._handles.values()}
-        unpublished = [r for handle in handles.values() for r in handle.sequences if r.request_id in self._handles]
-        for request in unpublished:
-            self._loop.end(request, "error", error)  # those that the loop has not got
-        self._publish(unpublished)
+        for request in [request for handle in handles.values() for request in handle.sequences]:
+            with suppress(BaseException):  # it may be the drafter that has failed, or the tokenizer
+                self._loop.end(request, "error", error)
+        with self._letters:
+            self._num_unfinished = 0  # none comes after the last ones
+        waiters: list[Waiter] = []
+        for handle in handles.values():
+            with suppress(BaseException):
+                waiters += handle.publish()
+            waiters += handle.give_up(error)
+        self._handles.clear()
+        wake(waiters)
 
     def _take_in(self, handles: Iterable[RequestHandle]) -> None:
         for request in self._know(handles):
@@ -227,8 +277,19 @@ class ServingLoop:
         return requests
 
     def _close_executor(self) -> None:
-        try:
-            self._loop.close()
-            self._executor.close()
-        except Exception:  # a device that has failed may refuse that as well; nothing else is lost
-            _LOGGER.exception("the executor was not closed")
+        for close in (self._loop.close, self._executor.close):
+            try:
+                close()
+            except Exception:  # a device that has failed may refuse that as well; nothing else is lost
+                _LOGGER.exception("the executor was not closed")
+
+
+_OF_THIS_PROCESS: "weakref.WeakSet[ServingLoop]" = weakref.WeakSet()
+
+
+def _end_in_child() -> None:
+    for loop in list(_OF_THIS_PROCESS):
+        loop.end_in_child()
+
+
+os.register_at_fork(after_in_child=_end_in_child)
