@@ -6,6 +6,7 @@ import pytest
 
 from tests.runtime.helpers import decoding_request
 from trtllm_replayssm import SamplingParams
+from trtllm_replayssm.runtime.outputs import FinishReason
 from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.text_stream import TextStream
 
@@ -69,6 +70,38 @@ def test_a_request_ends_even_where_the_rest_of_its_text_cannot_be_had() -> None:
     completion = request.output().outputs[0]
     assert request.is_finished and (completion.finish_reason, completion.token_ids) == ("error", [0])
     assert "request 0: its text failed: UnicodeError" in str(request.output().error)
+
+
+@pytest.mark.parametrize(
+    ("rules", "tokens", "text", "reason", "stopped_by"),
+    [
+        ({"max_tokens": 2}, "ab", "a", "stop", "b"),
+        ({"max_tokens": 2, "include_stop_str_in_output": True}, "ab", "ab", "stop", "b"),
+        ({"stop_token_ids": (25,)}, "abz", "a", "stop", "b"),
+        ({"max_tokens": 3, "min_tokens": 3, "stop_token_ids": (25,)}, "abz", "a", "stop", "b"),
+        ({"max_tokens": 2, "stop": "c"}, "ab", "ab\N{REPLACEMENT CHARACTER}", "length", None),
+    ],
+)
+def test_a_stop_string_in_text_that_was_held_back_to_the_end_ends_the_request(
+    rules: dict[str, object], tokens: str, text: str, reason: str, stopped_by: object
+) -> None:
+    request = running(**{"stop": "b", **rules})
+    # With the letter comes the start of a character, whose rest never does.
+    request.text = TextStream(
+        lambda ids: "".join(LETTERS[i] + "\N{REPLACEMENT CHARACTER}" * (i == 1) for i in ids if i < 25),
+        keeps_stop=request.params.include_stop_str_in_output,
+    )
+    completion = feed(request, tokens).output().outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (text, reason, stopped_by)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "timeout"])
+def test_a_request_that_others_end_keeps_their_reason(reason: FinishReason) -> None:
+    request = running(stop="b")
+    request.text = TextStream(lambda ids: "ab\N{REPLACEMENT CHARACTER}" * bool(ids))
+    feed(request, "b").end(reason)
+    completion = request.output().outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == (reason, None)
 
 
 def test_end_and_stop_tokens_are_banned_before_min_tokens() -> None:

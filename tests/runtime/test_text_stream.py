@@ -139,6 +139,29 @@ def test_text_that_was_shown_stays_and_a_kept_stop_string_ends_it(text: str, sto
         assert stream.text.endswith(stopped_by) and text.startswith(stream.text)
 
 
+@settings(max_examples=300)
+@given(
+    st.text(alphabet="ab\u00e9\U0001f600", max_size=12),
+    st.lists(st.text(alphabet="ab\u00e9\U0001f600", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(0, 4),
+)
+def test_no_stop_string_is_overlooked_where_a_sequence_ends_within_a_character(
+    text: str, stop: list[str], num_missing: int
+) -> None:
+    """What is held back for the rest of a character may hold a whole stop string."""
+    ids = MERGED.encode(text).ids
+    ids = ids[: len(ids) - num_missing]
+    whole = MERGED.decode(ids)
+    stream = stream_of(MERGED)
+    stopped_by = next(filter(None, (stream.push(token_id, stop) for token_id in ids)), None) or stream.close(stop)
+    ends = {whole.find(string) + len(string) for string in stop if string in whole}
+    if not ends:
+        assert (stopped_by, stream.text) == (None, whole)
+        return
+    assert stopped_by in stop and whole.startswith(stream.text + stopped_by)
+    assert not any(string in stream.text for string in stop)
+
+
 def test_a_kept_stop_string_is_cut_behind_and_not_the_token_that_completed_it() -> None:
     stream = TextStream(lambda ids: "".join(["one ", "two. ", "x. three"][i] for i in ids), keeps_stop=True)
     assert [stream.push(token_id, ["o. x.", ". x"]) for token_id in (0, 1)] == [None, None]

@@ -214,15 +214,20 @@ class Request:
     def _read_text(self, token_id: int) -> str | None:
         if self.text is None:
             return None
-        may_stop = len(self.token_ids) >= self.params.min_tokens
-        return self.text.push(token_id, self.params.stop if may_stop else ())
+        return self.text.push(token_id, self._stop_strings())
+
+    def _stop_strings(self) -> tuple[str, ...]:
+        return self.params.stop if len(self.token_ids) >= self.params.min_tokens else ()
 
     def _finish(self, reason: FinishReason, stopped_by: str | int | None) -> None:
-        self.finish_reason = reason
-        self.stop_reason = stopped_by
         # After a tokenizer's error its stream is left as it is.
         if self.text is not None and not isinstance(stopped_by, str) and self.error is None:
-            self.text.close()
+            has_ended_by_itself = reason in ("stop", "length")
+            found = self.text.close(self._stop_strings() if has_ended_by_itself else ())
+            if found is not None:  # it came first, though it could not be read before
+                reason, stopped_by = "stop", found
+        self.finish_reason = reason
+        self.stop_reason = stopped_by
         self.move_to(RequestState.FINISHED)
 
 

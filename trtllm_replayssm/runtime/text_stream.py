@@ -38,10 +38,7 @@ class TextStream:
             None.
         """
         self._tokens.append(token_id)
-        piece = self._next_piece()
-        searched_from = len(self.text)
-        self.text += piece
-        return self._cut(stop, searched_from) if piece else None
+        return self._emit(self._next_piece(), stop)
 
     def settled(self, stop: Sequence[str]) -> str:
         """Return the text that no later token takes back: without an end that a stop string may begin with.
@@ -56,10 +53,23 @@ class TextStream:
                 return self.text[:at]
         return self.text
 
-    def close(self) -> None:
-        """Emit what is held back: an incomplete character shows as the replacement character."""
-        if self._emitted < len(self._tokens):
-            self.text += self._difference(len(self._tokens))
+    def close(self, stop: Sequence[str] = ()) -> str | None:
+        """Emit what is held back: an incomplete character shows as the replacement character.
+
+        Args:
+            stop: as for ``push``.
+
+        Returns:
+            As ``push`` does.
+        """
+        held = self._difference(len(self._tokens)) if self._emitted < len(self._tokens) else ""
+        self._emitted = len(self._tokens)
+        return self._emit(held, stop)
+
+    def _emit(self, piece: str, stop: Sequence[str]) -> str | None:
+        searched_from = len(self.text)
+        self.text += piece
+        return self._cut(stop, searched_from) if piece else None
 
     def _next_piece(self) -> str:
         end = len(self._tokens)
