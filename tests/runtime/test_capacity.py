@@ -7,16 +7,23 @@ import pytest
 import torch
 
 from tests.builders.tiny_geometry import tiny_geometry, tiny_qwen_geometry
+from tests.mtp_models import make_with_mtp
 from tests.runtime.test_settings import options
 from tests.tiny_models import make_nemotron_h
-from trtllm_replayssm import DraftTargetDecodingConfig, KvCacheConfig, NGramDecodingConfig
+from trtllm_replayssm import LLM, DraftTargetDecodingConfig, KvCacheConfig, MTPDecodingConfig, NGramDecodingConfig
+from trtllm_replayssm.config import DecodingConfig
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import Execution, MemoryPlan, plan_memory
 from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.errors import CapacityError, ConfigError
 from trtllm_replayssm.ops.dtypes import torch_dtype
 from trtllm_replayssm.runtime import capacity, opening, pools, settings
+from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
+from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 from trtllm_replayssm.runtime.speculative import factory
+from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter
+from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
+from trtllm_replayssm.runtime.speculative.mtp import MtpDrafter
 
 CPU = torch.device("cpu")
 LIMITS = EngineLimits(max_batch_size=5, max_input_len=90, max_seq_len=91, max_num_tokens=33)
@@ -119,6 +126,65 @@ def test_a_draft_model_is_planned_as_it_will_be_opened(tmp_path: Path) -> None:
     assert factory.memory_beside(NGramDecodingConfig(), None) is None
     absent = factory.memory_beside(DraftTargetDecodingConfig(speculative_model=tmp_path / "absent"), None)
     assert absent is not None and absent(LIMITS) == 0  # its error comes where it is opened
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("kind", [NGramDecodingConfig, DraftTargetDecodingConfig, MTPDecodingConfig])
+def test_the_plan_of_an_llm_counts_what_is_there_beside_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[DecodingConfig], is_adaptive: bool
+) -> None:
+    folder = make_with_mtp(tmp_path / "hf", "qwen3_5")
+    of_kind: dict[str, Any] = {"speculative_model": folder} if kind is DraftTargetDecodingConfig else {}
+    config = kind(max_draft_len=2, adaptive=is_adaptive, **of_kind)
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8, device_cache_size=3 * 2**20)
+    options: dict[str, Any] = {"device": "cpu", "max_batch_size": 2, "max_seq_len": 32, "speculative_config": config}
+    with caplog.at_level("INFO"), LLM(folder, kv_cache_config=cache, **options) as llm:
+        plan, loop = llm.memory_plan, llm._serving._loop
+        drafter = loop._drafter.drafter if isinstance(loop._drafter, AdaptiveDrafter) else loop._drafter
+        assert plan.prefix_cache == 3 * 2**20
+        if isinstance(drafter, DraftModelDrafter):
+            assert plan.drafter == drafter._executor.memory_plan.total > 0
+        elif isinstance(drafter, MtpDrafter):
+            head = [state.pool for state in drafter.states], drafter._executor._head.parameters()
+            assert plan.drafter == num_bytes(tensor for tensors in head for tensor in tensors) > 0
+        else:
+            assert plan.drafter == 0
+        assert plan.total == sum(plan.parts().values()) == llm._executor.memory_plan.total + plan.beside
+    assert "prefix cache 3.0 MiB" in caplog.text and ("drafter" in caplog.text) == (plan.drafter > 0)
+
+
+def test_a_model_that_is_opened_in_vain_leaves_nothing_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, closed = make_with_mtp(tmp_path / "hf", "qwen3_5"), []
+    for kind in (TorchExecutor, MtpExecutor):
+        close = kind.close
+
+        def noted(executor: Any, close: Any = close) -> None:
+            closed.append(type(executor).__name__)
+            close(executor)
+
+        monkeypatch.setattr(kind, "close", noted)
+    draft_model = make_nemotron_h(tmp_path / "other", pattern="M*-", vocab=300)
+    too_little, too_much = KvCacheConfig(max_tokens=31), KvCacheConfig(enable_block_reuse=True, device_cache_size=2**62)
+    for wishes, error, executors in (
+        ({"kv_cache_config": too_little}, ConfigError, ["TorchExecutor"]),
+        ({"kv_cache_config": too_much}, CapacityError, ["TorchExecutor"]),
+        (
+            {"kv_cache_config": too_little, "speculative_config": MTPDecodingConfig()},
+            ConfigError,
+            ["MtpExecutor", "TorchExecutor"],
+        ),
+        (
+            {"speculative_config": DraftTargetDecodingConfig(speculative_model=draft_model)},
+            ConfigError,
+            ["TorchExecutor", "TorchExecutor"],
+        ),
+    ):
+        closed.clear()
+        with pytest.raises(error):
+            LLM(folder, device="cpu", max_batch_size=2, max_seq_len=32, **wishes)
+        assert closed == executors
 
 
 def test_no_more_slots_than_256_are_taken_unasked() -> None:

@@ -85,7 +85,7 @@ def test_a_request_ends_even_where_the_rest_of_its_text_cannot_be_had() -> None:
 def test_a_stop_string_in_text_that_was_held_back_to_the_end_ends_the_request(
     rules: dict[str, object], tokens: str, text: str, reason: str, stopped_by: object
 ) -> None:
-    request = running(**{"stop": "b", **rules})
+    request = running((), **{"stop": "b", **rules})
     # With the letter comes the start of a character, whose rest never does.
     request.text = TextStream(
         lambda ids: "".join(LETTERS[i] + "\N{REPLACEMENT CHARACTER}" * (i == 1) for i in ids if i < 25),

@@ -48,6 +48,8 @@ class MemoryPlan(Frozen):
         kv_caches: keys and values.
         activations: what the layers of the largest step hold at a time.
         logits: of the largest step, and what sampling makes of them.
+        prefix_cache: snapshots of prompts on the device.
+        drafter: a draft model, or a multi-token prediction head and its caches.
     """
 
     limits: EngineLimits
@@ -58,6 +60,8 @@ class MemoryPlan(Frozen):
     kv_caches: int
     activations: int
     logits: int
+    prefix_cache: int = 0
+    drafter: int = 0
 
     @property
     def states(self) -> int:
@@ -70,9 +74,14 @@ class MemoryPlan(Frozen):
         return self.activations + self.logits
 
     @property
+    def beside(self) -> int:
+        """All that is not the model's."""
+        return self.prefix_cache + self.drafter
+
+    @property
     def total(self) -> int:
         """The whole plan."""
-        return self.weights + self.states + self.step
+        return self.weights + self.states + self.step + self.beside
 
     def parts(self) -> dict[str, int]:
         """Return name -> bytes, in the words of messages and tables."""
@@ -84,6 +93,8 @@ class MemoryPlan(Frozen):
             "key/value caches": self.kv_caches,
             "activations": self.activations,
             "logits and sampling": self.logits,
+            "prefix cache": self.prefix_cache,
+            "drafter": self.drafter,
         }
 
     def summary(self) -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -27,14 +28,13 @@ from trtllm_replayssm.runtime import prompts as prompt_desk
 from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.handle import RequestHandle
-from trtllm_replayssm.runtime.loop import DecodeLoop
 from trtllm_replayssm.runtime.metrics import Latencies, MetricsRecorder
 from trtllm_replayssm.runtime.opening import ExecutorName, open_executor
 from trtllm_replayssm.runtime.outputs import RequestOutput
 from trtllm_replayssm.runtime.prompts import Inputs, PlainPrompt, Prompt, PromptDesk
-from trtllm_replayssm.runtime.serving_loop import ServingLoop
+from trtllm_replayssm.runtime.serving_loop import make_serving_loop
 from trtllm_replayssm.runtime.speculative import factory
-from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
+from trtllm_replayssm.runtime.speculative.base import Drafter, ModelDrafter, NoDrafter
 from trtllm_replayssm.runtime.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
@@ -108,12 +108,17 @@ class LLM:
         )
         weights = None if checkpoint_dir is None else _path("checkpoint_dir", checkpoint_dir)
         beside = factory.memory_beside(speculative_config, cuda_graph_config)
-        opened, self._limits = open_executor(folder, executor, options, str(device), weights, beside)
-        _LOGGER.info("memory of %s: %s", opened.device, opened.memory_plan.summary())
-        self._tokenizer = Tokenizer.from_folder(folder)
-        target = factory.Target(opened, self._limits, options, self._tokenizer, folder, weights)
-        drafter = factory.make_drafter(speculative_config, drafter, target)
-        self._start(f"{str(folder)!r}, ", opened, drafter, scheduling, kv_cache_config)
+        with ExitStack() as unless_whole:  # what does not fit beside the model leaves none of it on the device
+            opened, self._limits = open_executor(folder, executor, options, str(device), weights, beside)
+            unless_whole.callback(opened.close)
+            self._tokenizer = Tokenizer.from_folder(folder)
+            target = factory.Target(opened, self._limits, options, self._tokenizer, folder, weights)
+            made = factory.make_drafter(speculative_config, drafter, target)
+            if isinstance(made, ModelDrafter) and made is not drafter:
+                unless_whole.callback(made.close)
+            self._start(f"{str(folder)!r}, ", opened, made, scheduling, options.kv_cache_config)
+            unless_whole.pop_all()
+        _LOGGER.info("memory of %s: %s", opened.device, self._memory_plan.summary())
 
     @classmethod
     def from_executor(
@@ -137,7 +142,7 @@ class LLM:
         llm = cls.__new__(cls)
         llm._limits, llm._tokenizer = executor.limits, None
         scheduling = settings.scheduling(scheduler_config)
-        llm._start("", executor, NoDrafter() if drafter is None else drafter, scheduling, None)
+        llm._start("", executor, NoDrafter() if drafter is None else drafter, scheduling, KvCacheConfig())
         return llm
 
     def _start(
@@ -146,13 +151,14 @@ class LLM:
         executor: Executor,
         drafter: Drafter,
         scheduling: SchedulerConfig,
-        cache: KvCacheConfig | None,
+        cache: KvCacheConfig,
     ) -> None:
         self._name, self._executor, self._drafter = name, executor, drafter
+        beside = {"prefix_cache": cache.prefix_device_bytes, "drafter": factory.device_bytes(drafter)}
+        self._memory_plan = executor.memory_plan.model_copy(update=beside)
         self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(self.geometry, executor.replay, is_conventional=executor.is_conventional)
-        options = scheduling, cache or KvCacheConfig()
-        self._serving = _make_serving_loop(executor, drafter, self._limits, self._recorder, *options)
+        self._serving = make_serving_loop(executor, drafter, self._limits, self._recorder, scheduling, cache)
         self._next_id = 0
         self._lock = threading.Lock()
         # Also when nobody closes it, and when Python ends.
@@ -189,8 +195,8 @@ class LLM:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What the model takes on its device: weights, states, the largest step."""
-        return self._executor.memory_plan
+        """What the model takes on its device: weights, states, the largest step, and what is there beside it."""
+        return self._memory_plan
 
     @property
     def executor(self) -> str:
@@ -359,33 +365,6 @@ class LLM:
             handles.append(RequestHandle(sequences, is_streaming=streaming, abort=self._serving.abort, owner=self))
         self._serving.submit(handles)
         return handles
-
-
-def _make_serving_loop(
-    executor: Executor,
-    drafter: Drafter,
-    limits: EngineLimits,
-    recorder: MetricsRecorder,
-    scheduling: SchedulerConfig,
-    cache: KvCacheConfig,
-) -> ServingLoop:
-    if cache.max_tokens is not None and cache.max_tokens < limits.max_seq_len:
-        raise ConfigError(
-            f"max_tokens: found {cache.max_tokens}; needed at least max_seq_len ({limits.max_seq_len}), for one "
-            f"sequence may be so long. Raise it or lower max_seq_len."
-        )
-    loop = DecodeLoop(
-        executor,
-        drafter,
-        limits,
-        recorder,
-        max_prompt_steps=scheduling.max_prompt_steps,
-        max_tokens=cache.max_tokens,
-        cache_config=cache,
-    )
-    most_waiting = scheduling.max_queue_size
-    max_unfinished = None if most_waiting is None else limits.max_batch_size + most_waiting
-    return ServingLoop(loop, executor, recorder, max_unfinished)
 
 
 def _path(name: str, value: object) -> Path:

@@ -14,8 +14,11 @@ from contextlib import suppress
 
 import torch
 
+from trtllm_replayssm.config import KvCacheConfig, SchedulerConfig
+from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.errors import (
     CapacityError,
+    ConfigError,
     ExecutorError,
     QueueFullError,
     ReplaySSMError,
@@ -28,6 +31,7 @@ from trtllm_replayssm.runtime.handle import RequestHandle, Waiter, wake
 from trtllm_replayssm.runtime.loop import DecodeLoop
 from trtllm_replayssm.runtime.metrics import MetricsRecorder
 from trtllm_replayssm.runtime.request import Request
+from trtllm_replayssm.runtime.speculative.base import Drafter
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -293,3 +297,44 @@ def _end_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_end_in_child)
+
+
+def make_serving_loop(
+    executor: Executor,
+    drafter: Drafter,
+    limits: EngineLimits,
+    recorder: MetricsRecorder,
+    scheduling: SchedulerConfig,
+    cache: KvCacheConfig,
+) -> ServingLoop:
+    """Make the loop that serves an executor.
+
+    Args:
+        executor: runs the steps.
+        drafter: proposes draft tokens.
+        limits: what requests are held to.
+        recorder: counts what happens.
+        scheduling: how many requests may wait, and how prompts and decoding take turns.
+        cache: how many tokens may be held, and which are reused.
+
+    Raises:
+        ConfigError: a sequence may be longer than all that may be held.
+        CapacityError: the device has no room for the prefix cache.
+    """
+    if cache.max_tokens is not None and cache.max_tokens < limits.max_seq_len:
+        raise ConfigError(
+            f"max_tokens: found {cache.max_tokens}; needed at least max_seq_len ({limits.max_seq_len}), for one "
+            f"sequence may be so long. Raise it or lower max_seq_len."
+        )
+    loop = DecodeLoop(
+        executor,
+        drafter,
+        limits,
+        recorder,
+        max_prompt_steps=scheduling.max_prompt_steps,
+        max_tokens=cache.max_tokens,
+        cache_config=cache,
+    )
+    most_waiting = scheduling.max_queue_size
+    max_unfinished = None if most_waiting is None else limits.max_batch_size + most_waiting
+    return ServingLoop(loop, executor, recorder, max_unfinished)

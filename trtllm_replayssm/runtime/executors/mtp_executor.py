@@ -29,6 +29,9 @@ class MtpExecutor:
         target: runs the model itself; its embeddings and output matrix are used.
         load_weights: device -> the tensors of ``contract.tensors.mtp_weight_specs``.
 
+    Attributes:
+        device_bytes: what caches and weights take on the device.
+
     Raises:
         CapacityError: caches and weights do not fit the device.
     """
@@ -46,7 +49,8 @@ class MtpExecutor:
         self.dtype = target.embedding_matrix.dtype
         self._target = target
         self._specs = specs = mtp_state_specs(geometry, target.replay, target.limits)
-        _check_memory(specs, geometry, target)
+        self.device_bytes = _device_bytes(specs, geometry, target)
+        _check_memory(self.device_bytes, target)
         with torch.device("meta"):
             head = make_head()
         weights = {name.removeprefix(MTP_PREFIX): weight for name, weight in load_weights(self.device).items()}
@@ -103,10 +107,14 @@ class MtpExecutor:
         self._head = nn.Module()
 
 
-def _check_memory(states: Sequence[TensorSpec], geometry: ModelGeometry, target: TorchExecutor) -> None:
+def _device_bytes(states: Sequence[TensorSpec], geometry: ModelGeometry, target: TorchExecutor) -> int:
+    num_slots = target.limits.max_batch_size
+    return sum(tensor_bytes(spec, B=num_slots) for spec in (*states, *mtp_weight_specs(geometry)))
+
+
+def _check_memory(needed: int, target: TorchExecutor) -> None:
     """Refuse what does not fit beside the target, before anything is allocated."""
     num_slots = target.limits.max_batch_size
-    needed = sum(tensor_bytes(spec, B=num_slots) for spec in (*states, *mtp_weight_specs(geometry)))
     available = available_bytes(target.device)
     if needed > available:
         raise CapacityError(

@@ -56,6 +56,11 @@ class DraftModelDrafter:
         self._slots = Slots(limits.max_batch_size)
         self._sequences: dict[int, _Sequence] = {}
 
+    @property
+    def device_bytes(self) -> int:
+        """What the draft model takes on the device."""
+        return self._executor.memory_plan.total
+
     def begin(self, request_id: int, prompt_token_ids: Sequence[int]) -> None:
         """Take a slot; the prompt is read, in pieces, once drafts are wanted."""
         prompt = tuple(prompt_token_ids)

@@ -110,6 +110,12 @@ def make_drafter(config: DecodingConfig | None, drafter: Drafter | None, target:
     return made if is_fixed else AdaptiveDrafter(made, config, is_free=isinstance(config, NGramDecodingConfig))
 
 
+def device_bytes(drafter: Drafter) -> int:
+    """Return what a drafter of ours takes on the device."""
+    inner = drafter.drafter if isinstance(drafter, AdaptiveDrafter) else drafter
+    return inner.device_bytes if isinstance(inner, DraftModelDrafter | MtpDrafter) else 0
+
+
 def _draft_model(config: DraftTargetDecodingConfig, target: Target) -> DraftModelDrafter:
     folder = Path(config.speculative_model)
     options = _draft_options(config, target.limits, target.options.cuda_graph_config)

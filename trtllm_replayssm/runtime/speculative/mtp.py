@@ -43,6 +43,11 @@ class MtpDrafter:
         dtype = str(hidden.dtype).removeprefix("torch.")
         return (*self._executor.states, State(TensorSpec("last_hidden_0", dtype, tuple(hidden.shape), "state"), hidden))
 
+    @property
+    def device_bytes(self) -> int:
+        """What the head takes on the device."""
+        return self._executor.device_bytes + self._last_hidden.nbytes
+
     def begin(self, request_id: int, prompt_token_ids: Sequence[int]) -> None:
         """Do nothing: a sequence is met in its first step."""
 
