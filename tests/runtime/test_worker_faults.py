@@ -213,6 +213,16 @@ def test_a_device_that_fails_within_a_step_is_no_requests_own_fault(
     assert not crowded.is_healthy
 
 
+def test_an_error_that_is_raised_often_does_not_grow(crowded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "build_inputs", lambda *_: 1 // 0)
+    handle, lengths = crowded.generate_async([5], PLAIN), set()
+    for _ in range(5):
+        with pytest.raises(ExecutorError) as raised:
+            handle.result(60)
+        lengths.add(len(raised.traceback))
+    assert len(lengths) == 1
+
+
 def test_without_a_thread_a_request_is_refused_and_the_next_one_tried_anew(
     crowded: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,7 +180,7 @@ class RequestHandle:
 
     def _last(self) -> RequestOutput:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # whoever asks again adds to what is there, and keeps it alive
         assert self._output is not None, "the end of a request has an output or an error"
         return self._output
 

@@ -17,6 +17,8 @@ import pytest
 
 from tests.serving.openai.servers import MODEL, InBackground, ServerProcess, ask, metric, wait_until
 from trtllm_replayssm import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
+from trtllm_replayssm.errors import CapacityError, ExecutorError, QueueFullError, RequestError, ShutdownError
+from trtllm_replayssm.serving.openai.errors import refused
 from trtllm_replayssm.serving.openai.server import Server, listen
 from trtllm_replayssm.serving.openai.service import Service
 from trtllm_replayssm.serving.openai.settings import ServerSettings
@@ -324,3 +326,11 @@ def test_no_word_of_a_request_reaches_the_file_system(tmp_path: Path) -> None:
         finally:
             IS_WATCHING.clear()
     assert not [what for what in OPENED if "marked" in what or "pickle" in what or "subprocess" in what]
+
+
+def test_what_is_no_fault_of_the_request_is_none_of_the_clients() -> None:
+    statuses = {QueueFullError: 429, ShutdownError: 503, ExecutorError: 503, CapacityError: 503, RequestError: 400}
+    for kind, status in statuses.items():
+        error = refused(kind("object: found this; needed that."), 7)
+        assert error.status == status
+        assert (error.headers().get("retry-after") == "7") == (kind in (QueueFullError, ShutdownError, CapacityError))

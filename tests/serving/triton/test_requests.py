@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from tests.serving.triton.conftest import MODEL
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.errors import CheckpointError, ConfigError, QueueFullError, ReplaySSMError, RequestError
+from trtllm_replayssm.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    QueueFullError,
+    ReplaySSMError,
+    RequestError,
+)
 from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from trtllm_replayssm.serving.triton.fields import INPUTS, OUTPUTS
 from trtllm_replayssm.serving.triton.metrics import TritonMetrics
@@ -205,7 +212,7 @@ def test_the_device_is_that_of_the_instance() -> None:
 
 
 def test_a_full_queue_is_no_fault_of_the_request() -> None:
-    assert status_of(QueueFullError("queue")) == "UNAVAILABLE"
+    assert status_of(QueueFullError("queue")) == status_of(CapacityError("worker")) == "UNAVAILABLE"
 
 
 def test_requests_run_where_the_server_has_no_metrics() -> None:

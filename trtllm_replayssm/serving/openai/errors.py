@@ -4,7 +4,7 @@ import re
 import reprlib
 from typing import TYPE_CHECKING, Any
 
-from trtllm_replayssm.errors import ExecutorError, QueueFullError, ReplaySSMError, ShutdownError
+from trtllm_replayssm.errors import CapacityError, ExecutorError, QueueFullError, ReplaySSMError, ShutdownError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -68,6 +68,8 @@ def refused(error: ReplaySSMError, retry_after_s: int) -> ApiError:
         return shutting_down(retry_after_s)
     if isinstance(error, ExecutorError):
         return ApiError(503, error.message, code="model_failed")
+    if isinstance(error, CapacityError):
+        return ApiError(503, error.message, code="no_capacity", retry_after_s=retry_after_s)
     return invalid(error.message)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_replayssm import LLM
-from trtllm_replayssm.errors import QueueFullError, ReplaySSMError, RequestError, ShutdownError
+from trtllm_replayssm.errors import CapacityError, QueueFullError, ReplaySSMError, RequestError, ShutdownError
 from trtllm_replayssm.runtime.handle import RequestHandle
 from trtllm_replayssm.serving.triton.fields import check_declared
 from trtllm_replayssm.serving.triton.metrics import TritonMetrics
@@ -193,6 +193,6 @@ def device_of(args: dict[str, str]) -> str:
 
 def status_of(error: ReplaySSMError) -> str:
     """Return Triton's status of an error: whose fault it is, and whether to try again."""
-    if isinstance(error, QueueFullError | ShutdownError):
+    if isinstance(error, QueueFullError | ShutdownError | CapacityError):
         return "UNAVAILABLE"
     return "INVALID_ARG" if isinstance(error, ValueError) else "INTERNAL"
