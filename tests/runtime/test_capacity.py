@@ -21,7 +21,7 @@ from trtllm_replayssm.runtime import capacity, opening, pools, settings
 from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 from trtllm_replayssm.runtime.speculative import factory
-from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter
+from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter, hidden_state_drafter
 from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
 from trtllm_replayssm.runtime.speculative.mtp import MtpDrafter
 
@@ -116,16 +116,32 @@ def test_slots_leave_room_for_what_else_will_be_on_the_device() -> None:
 def test_a_draft_model_is_planned_as_it_will_be_opened(tmp_path: Path) -> None:
     folder = make_nemotron_h(tmp_path / "hf", pattern="M*-")
     config = DraftTargetDecodingConfig(speculative_model=folder, max_draft_len=2)
-    beside = factory.memory_beside(config, None)
+    beside = factory.memory_beside(config, tmp_path, options(cuda_graph_config=None))
     assert beside is not None
     for size in (2, 5):
         limits = LIMITS.model_copy(update={"max_batch_size": size})
         wish = factory._draft_options(config, limits, None)
         executor, _ = opening.open_executor(folder, "torch", wish, "cpu", None)
         assert beside(limits) == executor.memory_plan.total
-    assert factory.memory_beside(NGramDecodingConfig(), None) is None
-    absent = factory.memory_beside(DraftTargetDecodingConfig(speculative_model=tmp_path / "absent"), None)
-    assert absent is not None and absent(LIMITS) == 0  # its error comes where it is opened
+    assert factory.memory_beside(NGramDecodingConfig(), tmp_path, options()) is None
+    for absent in (DraftTargetDecodingConfig(speculative_model=tmp_path / "absent"), MTPDecodingConfig()):
+        beside = factory.memory_beside(absent, tmp_path / "absent", options())
+        assert beside is not None and beside(LIMITS) == 0  # its error comes where it is opened
+
+
+@pytest.mark.parametrize("max_draft_len", [1, 3])
+def test_a_head_is_planned_as_it_will_be_opened(tmp_path: Path, max_draft_len: int) -> None:
+    folder = make_with_mtp(tmp_path / "hf", "qwen3_5")
+    config = MTPDecodingConfig(max_draft_len=max_draft_len)
+    beside = factory.memory_beside(config, folder, options(max_draft_len=max_draft_len))
+    assert beside is not None
+    for size in (2, 5):
+        with LLM(folder, device="cpu", max_batch_size=size, max_seq_len=40, speculative_config=config) as llm:
+            head = hidden_state_drafter(llm._serving._loop._drafter)
+            assert isinstance(head, MtpDrafter)
+            assert (
+                beside(llm.limits) == head._executor.device_bytes == llm.memory_plan.drafter - head._last_hidden.nbytes
+            )
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True], ids=["fixed", "adaptive"])

@@ -18,7 +18,13 @@ from trtllm_replayssm.contract.geometry import (
     ReplayGeometry,
 )
 from trtllm_replayssm.contract.memory import tensor_bytes
-from trtllm_replayssm.contract.tensors import TensorSpec, state_specs, weight_specs
+from trtllm_replayssm.contract.tensors import (
+    TensorSpec,
+    mtp_state_specs,
+    mtp_weight_specs,
+    state_specs,
+    weight_specs,
+)
 
 SAMPLED_LOGITS: Final = 2**25
 """Most logits that ``runtime.sampling`` samples from at a time."""
@@ -162,6 +168,12 @@ def plan_memory(
         activations=prompt + decode if execution.has_graphs else max(prompt, decode),
         logits=logits * logit_bytes + min(logits, max(SAMPLED_LOGITS, geometry.vocab_size)) * _SAMPLING_BYTES,
     )
+
+
+def mtp_head_bytes(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> int:
+    """Return what the weights and caches of a multi-token prediction head take; 0 for a model without one."""
+    specs = (*mtp_weight_specs(geometry), *mtp_state_specs(geometry, replay, limits))
+    return sum(tensor_bytes(spec, B=limits.max_batch_size) for spec in specs)
 
 
 def largest_batch_size(

@@ -45,7 +45,7 @@ class LLM:
     """A language model that generates text; as a context manager it closes itself.
 
     Any number of threads and event loops may use it at a time. A thread of its own runs the model's steps, from the
-    first request on.
+    first request on; a process that is forked off after that has no such thread, and needs an ``LLM`` of its own.
 
     Args:
         model: a Hugging Face folder, a rank checkpoint or an engine folder.
@@ -107,7 +107,7 @@ class LLM:
             cuda_graph_config=cuda_graph_config,
         )
         weights = None if checkpoint_dir is None else _path("checkpoint_dir", checkpoint_dir)
-        beside = factory.memory_beside(speculative_config, cuda_graph_config)
+        beside = factory.memory_beside(speculative_config, weights or folder, options)
         with ExitStack() as unless_whole:  # what does not fit beside the model leaves none of it on the device
             opened, self._limits = open_executor(folder, executor, options, str(device), weights, beside)
             unless_whole.callback(opened.close)

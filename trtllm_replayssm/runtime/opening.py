@@ -9,9 +9,10 @@ import torch
 
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.models.registry import create_mtp_head
-from trtllm_replayssm.contract.geometry import EngineLimits
+from trtllm_replayssm.contract import protocol
+from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
 from trtllm_replayssm.contract.manifest import Manifest, is_engine_folder, read_manifest
-from trtllm_replayssm.contract.memory_plan import Beside, Execution, plan_memory
+from trtllm_replayssm.contract.memory_plan import Beside, Execution, mtp_head_bytes, plan_memory
 from trtllm_replayssm.contract.tensors import weight_specs
 from trtllm_replayssm.errors import CheckpointError, ConfigError, ManifestError, UnsupportedError
 from trtllm_replayssm.runtime import settings
@@ -176,6 +177,14 @@ def planned_bytes(folder: Path, options: settings.Options) -> int:
         geometry, "cuda", is_conventional=False, has_graphs=options.cuda_graph_config is not None
     )
     return plan_memory(geometry, chosen.replay, chosen.limits, how).total
+
+
+def planned_head_bytes(folder: Path, options: settings.Options, limits: EngineLimits) -> int:
+    """Return what the multi-token prediction head of a folder's model will take beside it."""
+    geometry = open_model_folder(folder, options.dtype).geometry
+    window = protocol.window_length(options.max_draft_len)
+    replay = ReplayGeometry(history=window, max_draft_len=options.max_draft_len)  # its caches know the window alone
+    return mtp_head_bytes(geometry, replay, limits)
 
 
 def _device(name: str) -> torch.device:

@@ -4,16 +4,15 @@ The head's key/value caches have a row for each slot, as the model's; what stand
 state there. So they roll back by the model's own cursor.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from trtllm_replayssm.contract.geometry import ModelGeometry
-from trtllm_replayssm.contract.memory import tensor_bytes
-from trtllm_replayssm.contract.memory_plan import size_text
-from trtllm_replayssm.contract.tensors import MTP_PREFIX, TensorSpec, mtp_state_specs, mtp_weight_specs
+from trtllm_replayssm.contract.memory_plan import mtp_head_bytes, size_text
+from trtllm_replayssm.contract.tensors import MTP_PREFIX, mtp_state_specs
 from trtllm_replayssm.errors import CapacityError
 from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.capacity import available_bytes
@@ -49,7 +48,7 @@ class MtpExecutor:
         self.dtype = target.embedding_matrix.dtype
         self._target = target
         self._specs = specs = mtp_state_specs(geometry, target.replay, target.limits)
-        self.device_bytes = _device_bytes(specs, geometry, target)
+        self.device_bytes = mtp_head_bytes(geometry, target.replay, target.limits)
         _check_memory(self.device_bytes, target)
         with torch.device("meta"):
             head = make_head()
@@ -105,11 +104,6 @@ class MtpExecutor:
         """Drop caches and weights; those of the target stay."""
         self._states = ()
         self._head = nn.Module()
-
-
-def _device_bytes(states: Sequence[TensorSpec], geometry: ModelGeometry, target: TorchExecutor) -> int:
-    num_slots = target.limits.max_batch_size
-    return sum(tensor_bytes(spec, B=num_slots) for spec in (*states, *mtp_weight_specs(geometry)))
 
 
 def _check_memory(needed: int, target: TorchExecutor) -> None:

@@ -17,7 +17,7 @@ from trtllm_replayssm.contract.memory_plan import Beside
 from trtllm_replayssm.errors import ConfigError, ReplaySSMError
 from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.executors.base import Executor
-from trtllm_replayssm.runtime.opening import open_executor, open_mtp_head, planned_bytes
+from trtllm_replayssm.runtime.opening import open_executor, open_mtp_head, planned_bytes, planned_head_bytes
 from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter
 from trtllm_replayssm.runtime.speculative.base import Drafter, HiddenStateDrafter, NoDrafter
 from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
@@ -131,18 +131,27 @@ def _draft_model(config: DraftTargetDecodingConfig, target: Target) -> DraftMode
     return DraftModelDrafter(executor, limits, config.max_draft_len)
 
 
-def memory_beside(config: object, cuda_graph_config: CudaGraphConfig | None) -> Beside | None:
-    """Return what a draft model will take on a GPU beside a target with given limits; None without one."""
-    if not isinstance(config, DraftTargetDecodingConfig):
+def memory_beside(config: object, folder: Path, options: settings.Options) -> Beside | None:
+    """Return what a draft model or a head will take on a GPU beside a target with given limits; None without one.
+
+    Args:
+        config: where drafts come from.
+        folder: the target's weights.
+        options: how it will be opened.
+    """
+    if not isinstance(config, DraftTargetDecodingConfig | MTPDecodingConfig):
         return None
 
-    def draft_model(limits: EngineLimits) -> int:
+    def beside(limits: EngineLimits) -> int:
         try:
-            return planned_bytes(Path(config.speculative_model), _draft_options(config, limits, cuda_graph_config))
+            if isinstance(config, MTPDecodingConfig):
+                return planned_head_bytes(folder, options, limits)
+            draft = _draft_options(config, limits, options.cuda_graph_config)
+            return planned_bytes(Path(config.speculative_model), draft)
         except ReplaySSMError:
             return 0  # refused where it is opened, by its name
 
-    return draft_model
+    return beside
 
 
 def _draft_options(
