@@ -116,6 +116,7 @@ __device__ inline void append_keys(const ChunkTensors& tensors, ChunkBuffer buff
   const Chunk& chunk = tensors.chunk;
   if (chunk.first_head % HEADS_PER_KEY != 0) return;
   const int thread = warp * WARP_SIZE + threadIdx.x % WARP_SIZE;
+#pragma unroll 1
   for (int i = thread; i < chunk.lengths.num_tokens * PIECES; i += TEAM_WARPS * WARP_SIZE) {
     const int token = i / PIECES, piece = i % PIECES;
     const unsigned char* source = buffer.window_key(token) + piece * 16;
@@ -144,7 +145,7 @@ __device__ inline void weigh_chunk(const ChunkTensors& tensors, const PipelineSh
       buffer.row_weights(head)[row] = row_weight;
       if (row == 0) buffer.row_weights(head)[MMA_TOKENS] = gates.decay;
     }
-#pragma unroll
+#pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       if (warp * 2 + half >= chunk.num_heads) break;
       weigh_pending(chunk.lengths, buffer, products, row_weight, half, warp * 2 + half);

@@ -9,7 +9,6 @@ namespace replay {
 
 // Each part has 8 bits of the number: three for a state in fp32, two for one that is rounded to 8 bits afterwards.
 constexpr int FOLD_PARTS = IS_STATE_FP32 ? 3 : 2;
-constexpr int FOLD_ROWS = 4;  // of each part, taken at once: with more, registers would be too few
 
 // The lane's columns of all pending rows, weighted: operand A, by pairs of columns. u: of the lane's first column. Rows
 // that are not pending weigh zero; for them stands the last one that is, since zero times NaN would not be zero.
@@ -42,18 +41,14 @@ struct WeightedU {
   }
 };
 
-struct alignas(2 * FOLD_ROWS) FoldPairs {
-  uint32_t words[FOLD_ROWS / 2];
-};
-
 // The pending keys at FOLD_ROWS rows of each part: operand B, whose columns are two neighbouring rows of each part.
 struct PendingKeys {
   uint32_t pairs[FOLD_ROWS / 2][2];
 
-  __device__ PendingKeys(ChunkBuffer buffer, int block) {
+  __device__ PendingKeys(ChunkBuffer buffer, int first_row) {
     const int g = threadIdx.x % WARP_SIZE / 4, q = threadIdx.x % 4;
     const uint32_t half = g % 2 == 0 ? 0x5410u : 0x7632u;  // the low, or the high, halves of two words
-    const unsigned char* rows = buffer.key(2 * q) + (g / 2 * PART_ROWS + block * FOLD_ROWS) * 2;
+    const unsigned char* rows = buffer.key(2 * q) + (g / 2 * PART_ROWS + first_row) * 2;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const FoldPairs first = *reinterpret_cast<const FoldPairs*>(rows + 8 * k * KEY_ROW_BYTES);
@@ -64,50 +59,39 @@ struct PendingKeys {
   }
 };
 
-// Column pair i of two neighbouring rows in fp32, in the order of a product's sums.
-__device__ inline void unpack_pair(const StateVector (&rows)[2], int i, float (&values)[4]) {
+// What the pending rows add to FOLD_ROWS rows: by pairs of neighbouring ones, of each pair of columns in the order of a
+// product's sums. It does not rest on the state, and each pair has sums of its own, so that products overlap.
+struct FoldSums {
+  float values[FOLD_ROWS / 2][COLUMN_PAIRS][4] = {};
+
+  __device__ FoldSums(const WeightedU& u, const PendingKeys& keys) {
+    // Small parts first.
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    if constexpr (IS_STATE_FP32) {
-      values[k] = bits_to_float(rows[k].words[2 * i]);
-      values[2 + k] = bits_to_float(rows[k].words[2 * i + 1]);
-    } else {
-      values[k] = low_bf16(rows[k].words[i]);
-      values[2 + k] = high_bf16(rows[k].words[i]);
+    for (int part = FOLD_PARTS - 1; part >= 0; --part) {
+#pragma unroll
+      for (int pair = 0; pair < FOLD_ROWS / 2; ++pair) {
+#pragma unroll
+        for (int i = 0; i < COLUMN_PAIRS; ++i) {
+          ptx::mma_bf16(values[pair][i], u.parts[part][i], keys.pairs[pair][0], keys.pairs[pair][1]);
+        }
+      }
     }
   }
-}
-
-// Round to the state's type in memory, once.
-__device__ inline void pack_pair(const float (&values)[4], int i, StateVector (&rows)[2]) {
+  // One row of the checkpoint, in place; rounded to the state's type once.
+  __device__ void fold(int row, float decay, StateVector& vector) const {
+    const int k = row % 2;
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    if constexpr (IS_STATE_FP32) {
-      rows[k].words[2 * i] = float_to_bits(values[k]);
-      rows[k].words[2 * i + 1] = float_to_bits(values[2 + k]);
-    } else {
-      rows[k].words[i] = pack_bf16(values[k], values[2 + k]);
+    for (int i = 0; i < COLUMN_PAIRS; ++i) {
+      const float (&sums)[4] = values[row / 2][i];
+      if constexpr (IS_STATE_FP32) {
+        vector.words[2 * i] = float_to_bits(decay * bits_to_float(vector.words[2 * i]) + sums[k]);
+        vector.words[2 * i + 1] = float_to_bits(decay * bits_to_float(vector.words[2 * i + 1]) + sums[2 + k]);
+      } else {
+        vector.words[i] = pack_bf16(decay * low_bf16(vector.words[i]) + sums[k],
+                                    decay * high_bf16(vector.words[i]) + sums[2 + k]);
+      }
     }
   }
-}
-
-// Fold two neighbouring rows in place. Each pair of columns has sums of its own, so that products overlap.
-__device__ inline void fold_rows(const WeightedU& u, const uint32_t (&keys)[2], float decay, StateVector (&rows)[2]) {
-  float values[COLUMN_PAIRS][4];
-#pragma unroll
-  for (int i = 0; i < COLUMN_PAIRS; ++i) {
-    unpack_pair(rows, i, values[i]);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) values[i][k] *= decay;
-  }
-  // Small parts first.
-#pragma unroll
-  for (int part = FOLD_PARTS - 1; part >= 0; --part) {
-#pragma unroll
-    for (int i = 0; i < COLUMN_PAIRS; ++i) ptx::mma_bf16(values[i], u.parts[part][i], keys[0], keys[1]);
-  }
-#pragma unroll
-  for (int i = 0; i < COLUMN_PAIRS; ++i) pack_pair(values[i], i, rows);
-}
+};
 
 }  // namespace replay

@@ -11,6 +11,8 @@ namespace replay {
 
 constexpr int COLUMN_PAIRS = LANE_COLUMNS / 2;
 constexpr int PRODUCT_ROWS = IS_STATE_FP32 ? 2 : 4;
+// Of each part, folded at once: as many as registers allow.
+constexpr int FOLD_ROWS = IS_STATE_FP32 ? 4 : 8;
 constexpr int PAIRS_PER_VECTOR = 4;  // two neighbouring rows' numbers of a key: of a vector of 16 bytes
 
 // A lane's columns of one row.
@@ -24,8 +26,12 @@ struct ReadSums {
   float sums[TOKEN_BLOCKS][COLUMN_PAIRS][4];
 };
 
-struct alignas(2 * PRODUCT_ROWS) ProductPairs {
+struct ProductPairs {
   uint32_t words[PRODUCT_ROWS / 2];
+};
+
+struct alignas(2 * FOLD_ROWS) FoldPairs {
+  uint32_t words[FOLD_ROWS / 2];
 };
 
 // Column g of a block of keys and queries, at the lane's part of the rows, in pairs: operand B.
@@ -38,22 +44,22 @@ struct ColumnPart {
   }
   // Of eight rows.
   __device__ Vector16 pairs(int vector) const { return reinterpret_cast<const Vector16*>(base)[vector]; }
-  // Of PRODUCT_ROWS rows.
-  __device__ ProductPairs product_pairs(int first_row) const {
-    return *reinterpret_cast<const ProductPairs*>(base + first_row * 2);
+  // Of FOLD_ROWS rows.
+  __device__ FoldPairs fold_pairs(int first_row) const {
+    return *reinterpret_cast<const FoldPairs*>(base + first_row * 2);
   }
 };
 
-// The pairs of all rows and blocks, in registers.
-struct WindowColumns {
-  Vector16 vectors[TOKEN_BLOCKS][PART_ROWS / 8];
+// The window's keys and queries at the rows of one tile, in registers.
+struct TileColumns {
+  Vector16 vectors[TOKEN_BLOCKS][TILE_ROWS / 8];
 
-  __device__ explicit WindowColumns(ChunkBuffer buffer) {
+  __device__ TileColumns(ChunkBuffer buffer, int tile) {
 #pragma unroll
     for (int b = 0; b < TOKEN_BLOCKS; ++b) {
       const ColumnPart part(buffer, b);
 #pragma unroll
-      for (int vector = 0; vector < PART_ROWS / 8; ++vector) vectors[b][vector] = part.pairs(vector);
+      for (int v = 0; v < TILE_ROWS / 8; ++v) vectors[b][v] = part.pairs(tile * (TILE_ROWS / 8) + v);
     }
   }
 };

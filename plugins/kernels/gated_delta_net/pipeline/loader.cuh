@@ -48,6 +48,7 @@ __device__ inline void load_keys_and_queries(const ChunkTensors& tensors, ChunkB
   copy_pending_rows<KEY_PIECES, N_KEY_HEADS * KEY_DIM * 2>(tensors, keys, KEY_ROW_BYTES, tensors.k_ring(0), KEY_PIECES);
   if (!lengths.is_flush()) return;
   const int first = lengths.pending * KEY_PIECES + static_cast<int>(threadIdx.x) % WARP_SIZE;
+#pragma unroll 1
   for (int i = first; i < MMA_TOKENS * KEY_PIECES; i += WARP_SIZE) {
     ptx::copy_async_or_zero(keys + i / KEY_PIECES * KEY_ROW_BYTES + i % KEY_PIECES * 16, tensors.k(0), false);
   }

@@ -23,6 +23,10 @@ struct TileRows {
   __device__ void store(int row, const StateVector& vector) const {
     ptx::store(reinterpret_cast<StateVector*>(memory + row * STATE_ROW_BYTES), vector);
   }
+  __device__ void advance(int num_rows) {
+    staged += num_rows * STATE_ROW_BYTES;
+    memory += num_rows * STATE_ROW_BYTES;
+  }
 };
 
 // One warp's place among the heads of its thread block.
@@ -45,8 +49,7 @@ struct ConsumerTurn {
 };
 
 // sums += S^T x over a tile of the checkpoint as it stands.
-__device__ inline void multiply_tile(const TileRows& rows, const WindowColumns& x, int tile, ReadSums& read,
-                                     ReadSums& low) {
+__device__ inline void multiply_tile(const TileRows& rows, const TileColumns& x, ReadSums& read, ReadSums& low) {
 #pragma unroll
   for (int row = 0; row < TILE_ROWS; row += PRODUCT_ROWS) {
     StateVector vectors[PRODUCT_ROWS];
@@ -57,7 +60,7 @@ __device__ inline void multiply_tile(const TileRows& rows, const WindowColumns& 
       ProductPairs pairs;
 #pragma unroll
       for (int k = 0; k < PRODUCT_ROWS / 2; ++k) {
-        const int pair = (tile * TILE_ROWS + row) / 2 + k;
+        const int pair = row / 2 + k;
         pairs.words[k] = x.vectors[b][pair / PAIRS_PER_VECTOR].words[pair % PAIRS_PER_VECTOR];
       }
       multiply_rows(vectors, pairs, read.sums[b], low.sums[b]);
@@ -69,49 +72,37 @@ __device__ inline void multiply_tile(const TileRows& rows, const WindowColumns& 
 
 // The same of the checkpoint that the fold makes, which is written to memory on the way; keys and queries stay in
 // shared memory: registers are few.
-__device__ inline void fold_and_multiply_tile(const TileRows& rows, bool has_state, ChunkBuffer buffer,
-                                              const WeightedU& u, float decay, int tile,
-                                              ReadSums& read) {
+__device__ inline void fold_and_multiply_tile(TileRows rows, bool has_state, ChunkBuffer buffer,
+                                              const WeightedU& u, float decay, int tile, ReadSums& read,
+                                              ReadSums& low) {
 #pragma unroll 1
-  for (int block = 0; block < TILE_ROWS / FOLD_ROWS; ++block) {
-    const int block_of_head = tile * (TILE_ROWS / FOLD_ROWS) + block;
-    const PendingKeys keys(buffer, block_of_head);
+  for (int block = 0; block < TILE_ROWS / FOLD_ROWS; ++block, rows.advance(FOLD_ROWS)) {
+    const int first_row = tile * TILE_ROWS + block * FOLD_ROWS;
+    StateVector vectors[FOLD_ROWS] = {};
+    if (has_state) {
+#pragma unroll
+      for (int row = 0; row < FOLD_ROWS; ++row) vectors[row] = rows.load(row);
+    }
+    FoldPairs x[TOKEN_BLOCKS];
+#pragma unroll
+    for (int b = 0; b < TOKEN_BLOCKS; ++b) x[b] = ColumnPart(buffer, b).fold_pairs(first_row);
+    const FoldSums sums(u, PendingKeys(buffer, first_row));
+    // All of them before the first is stored: loads do not pass stores.
+#pragma unroll
+    for (int row = 0; row < FOLD_ROWS; ++row) sums.fold(row, decay, vectors[row]);
+#pragma unroll
+    for (int row = 0; row < FOLD_ROWS; ++row) rows.store(row, vectors[row]);
 #pragma unroll
     for (int row = 0; row < FOLD_ROWS; row += PRODUCT_ROWS) {
-      StateVector vectors[PRODUCT_ROWS];
+      StateVector product[PRODUCT_ROWS];
 #pragma unroll
-      for (int k = 0; k < PRODUCT_ROWS; k += 2) {
-        StateVector pair[2] = {};
-        if (has_state) {
-          pair[0] = rows.load(block * FOLD_ROWS + row + k);
-          pair[1] = rows.load(block * FOLD_ROWS + row + k + 1);
-        }
-        fold_rows(u, keys.pairs[(row + k) / 2], decay, pair);
-        rows.store(block * FOLD_ROWS + row + k, pair[0]);
-        rows.store(block * FOLD_ROWS + row + k + 1, pair[1]);
-        vectors[k] = pair[0];
-        vectors[k + 1] = pair[1];
-      }
-      __syncwarp();  // for the compiler: it would load all vectors at once, for which registers are too few
+      for (int k = 0; k < PRODUCT_ROWS; ++k) product[k] = vectors[row + k];
 #pragma unroll
       for (int b = 0; b < TOKEN_BLOCKS; ++b) {
-        const ProductPairs pairs = ColumnPart(buffer, b).product_pairs(block_of_head * FOLD_ROWS + row);
-        multiply_rows(vectors, pairs, read.sums[b], read.sums[b]);
-      }
-    }
-  }
-}
-
-// The sum of both, times a factor.
-__device__ inline void add_and_scale(ReadSums& read, const ReadSums& low, float factor) {
+        ProductPairs pairs;
 #pragma unroll
-  for (int b = 0; b < TOKEN_BLOCKS; ++b) {
-#pragma unroll
-    for (int i = 0; i < COLUMN_PAIRS; ++i) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if constexpr (IS_STATE_FP32) read.sums[b][i][k] += low.sums[b][i][k];
-        read.sums[b][i][k] *= factor;
+        for (int k = 0; k < PRODUCT_ROWS / 2; ++k) pairs.words[k] = x[b].words[row / 2 + k];
+        multiply_rows(product, pairs, read.sums[b], low.sums[b]);
       }
     }
   }
@@ -127,26 +118,41 @@ struct ChunkWait {
   }
 };
 
+// read = (read + low) factor + more.
+__device__ inline void add_up(ReadSums& read, const ReadSums& low, float factor, const ReadSums& more) {
+#pragma unroll
+  for (int b = 0; b < TOKEN_BLOCKS; ++b) {
+#pragma unroll
+    for (int i = 0; i < COLUMN_PAIRS; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float sum = IS_STATE_FP32 ? read.sums[b][i][k] + low.sums[b][i][k] : read.sums[b][i][k];
+        read.sums[b][i][k] = factor * sum + more.sums[b][i][k];
+      }
+    }
+  }
+}
+
 // What keys and queries read of a head, the pending rows included. They are there, and read the state while values are
-// still on their way and weights made.
+// still on their way and weights made; pending rows are read before the last tile, the one that is waited for longest.
 __device__ inline void read_head(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
                                  const HeadColumns& columns, const ChunkWait& rest, ConsumerTurn& turn,
                                  ReadSums& read) {
   const RowLengths& lengths = tensors.chunk.lengths;
   const bool is_state_read = lengths.is_state_read();
-  const WindowColumns x(buffer);
-  ReadSums low = {};
-#pragma unroll
+  ReadSums low = {}, pending = {};
+#pragma unroll 1
   for (int tile = 0; tile < TILES_PER_HEAD; ++tile) {
-    turn.wait(shared);
-    if (is_state_read) {
-      multiply_tile(TileRows(tensors, shared, columns, tile, turn.stage_index()), x, tile, read, low);
+    if (tile == TILES_PER_HEAD - 1) {
+      rest.wait();
+      if (lengths.is_active()) add_pending(buffer, columns, lengths.pending, pending);
     }
+    const TileColumns x(buffer, tile);
+    turn.wait(shared);
+    if (is_state_read) multiply_tile(TileRows(tensors, shared, columns, tile, turn.stage_index()), x, read, low);
     turn.release(shared);
   }
-  rest.wait();
-  add_and_scale(read, low, buffer.row_weights(columns.head)[MMA_TOKENS]);
-  if (lengths.is_active()) add_pending(buffer, columns, lengths.pending, read);
+  add_up(read, low, buffer.row_weights(columns.head)[MMA_TOKENS], pending);
 }
 
 // The same in a flush, of the checkpoint that it makes of state and pending rows.
@@ -155,15 +161,17 @@ __device__ inline void fold_head(const ChunkTensors& tensors, const PipelineShar
                                  ReadSums& read) {
   const RowLengths& lengths = tensors.chunk.lengths;
   const float* weights = buffer.row_weights(columns.head);
+  ReadSums low = {};
   rest.wait();
   const WeightedU u(columns.u(buffer), weights, lengths.pending);
 #pragma unroll 1
   for (int tile = 0; tile < TILES_PER_HEAD; ++tile) {
     turn.wait(shared);
     fold_and_multiply_tile(TileRows(tensors, shared, columns, tile, turn.stage_index()), lengths.has_state(), buffer,
-                           u, weights[MMA_TOKENS], tile, read);
+                           u, weights[MMA_TOKENS], tile, read, low);
     turn.release(shared);
   }
+  add_up(read, low, 1.0f, {});
 }
 
 __device__ inline void consume(const GatedDeltaNetParams& params, const PipelineShared& shared) {
