@@ -133,14 +133,16 @@ def _attend_in_window(
     step: FlashStep,
     scale: float,
 ) -> torch.Tensor:
-    num_rows, seq_len, n_heads, width = query.shape
+    num_rows, seq_len, _, width = query.shape
     n_kv_heads = key.shape[2]
     # [B, S, Hkv, G, hd] -> [B, S G, Hkv, hd]: the queries of a group of heads as queries of one head.
     grouped = query.view(num_rows, seq_len, n_kv_heads, -1, width)
     packed = grouped.transpose(2, 3).reshape(num_rows, -1, n_kv_heads, width)
     past, log_sums = _flash(packed, caches, step, step.num_past, scale, is_causal=False)
     shape = (num_rows, seq_len, -1, n_kv_heads, width)
-    # [Hkv, B S G] -> [B, S, Hkv, G]
+    # [Hkv, B S G] -> [B, S, Hkv, G]. In another order, by rows first, they would be as many, and wrong.
+    expected = (n_kv_heads, num_rows * packed.shape[1])
+    assert log_sums.shape == expected, f"log sums: found {tuple(log_sums.shape)}; needed {expected}, heads by queries"
     sums = log_sums.view(n_kv_heads, num_rows, seq_len, -1).permute(1, 2, 0, 3)
     out = add_window(grouped, key, value, past.view(shape).transpose(2, 3), sums, step.num_past, scale)
     return out.reshape(query.shape)

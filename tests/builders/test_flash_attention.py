@@ -128,6 +128,18 @@ def test_caches_are_read_where_they_are(seq_len: int, n_kv_heads: int) -> None:
     check("cpu", torch.float32, 16, seq_len, n_kv_heads, 1e-5)
 
 
+def test_log_sums_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows, then heads, they are as many: read as heads by queries they would be others' numbers."""
+
+    def kernel(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, log_sums = kernel_stand_in(*arguments, **options)
+        return out, log_sums.unflatten(1, (len(PAST), -1)).transpose(0, 1)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    with pytest.raises(AssertionError, match="heads by queries"):
+        check("cpu", torch.float32, 16, 4, 2, 1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
