@@ -15,6 +15,7 @@ from tests.runtime.gate import Gate
 from tests.tiny_models import make_nemotron_h
 from trtllm_replayssm import LLM, NGramDecodingConfig, RequestOutput, SamplingParams, SchedulerConfig
 from trtllm_replayssm.errors import ExecutorError, QueueFullError, RequestError, ShutdownError
+from trtllm_replayssm.runtime.prompts import Prompt
 
 RULES = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 ENDLESS = RULES.model_copy(update={"max_tokens": 5000})
@@ -141,7 +142,8 @@ def test_a_full_queue_refuses_all_of_a_call(folder: Path, monkeypatch: pytest.Mo
 
 def test_prompts_that_are_queued_together_are_all_queued_or_none(llm: LLM) -> None:
     rules = [RULES, RULES.model_copy(update={"n": 2, "temperature": 1.0})]
-    handles = llm.submit(["text", {"prompt_token_ids": [5, 6, 7]}], rules, priority=1, timeout_s=1000.0)
+    prompts: list[Prompt] = ["text", {"prompt_token_ids": [5, 6, 7]}]
+    handles = llm.submit(prompts, rules, priority=1, timeout_s=1000.0)
     assert [len(handle.result(30).outputs) for handle in handles] == [1, 2]
     (single,) = llm.submit([5, 6, 7], RULES)
     assert tokens(single.result(30)) == tokens(llm.generate([5, 6, 7], RULES))

@@ -256,8 +256,9 @@ class LLM:
             max_seq_len ends there with finish_reason "length".
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served, or the ``LLM`` is closed; nothing has run then.
-            QueueFullError: more prompts than may wait; nothing has run then.
+            RequestError: a prompt or its parameters cannot be served, there are more than could ever wait, or the
+                ``LLM`` is closed; nothing has run then.
+            QueueFullError: more prompts than may wait now; nothing has run then.
             ReplaySSMError: what ended a request; the others have run to their ends. ``generate_async`` gives each its
                 own.
         """
