@@ -267,12 +267,14 @@ def test_a_forked_process_waits_for_no_worker_that_it_has_not(
         else:
             torch.set_num_threads(1)
             assert crowded.generate([5], PLAIN).finished
+        assert crowded.metrics()["num_requests"] == (not has_worker) and crowded.latencies()
         for handle in handles:
             handle.abort()
         crowded.close()
 
     child = multiprocessing.get_context("fork").Process(target=in_child)
-    with crowded._serving._letters if has_worker else threading.Lock():  # held by a thread that the child has not
+    # Held by a thread that the child has not.
+    with crowded._recorder._lock, crowded._serving._letters if has_worker else threading.Lock():
         child.start()
     child.join(60)
     assert child.exitcode == 0

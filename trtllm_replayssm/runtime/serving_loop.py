@@ -166,6 +166,7 @@ class ServingLoop:
     def end_in_child(self) -> None:
         """In a process that was forked off, end what needs the worker, which is not there."""
         self._letters = threading.Condition(threading.RLock())  # somebody may have held it, who is not here
+        self._recorder.unlock_in_child()
         if self._thread is None:
             return  # it can have one of its own
         self._thread, self._is_closed = None, True
