@@ -15,6 +15,7 @@ from tests.runtime.gate import Gate
 from tests.tiny_models import make_nemotron_h
 from trtllm_replayssm import LLM, NGramDecodingConfig, RequestOutput, SamplingParams, SchedulerConfig
 from trtllm_replayssm.errors import ExecutorError, QueueFullError, RequestError, ShutdownError
+from trtllm_replayssm.runtime.prompts import Prompt
 
 RULES = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 ENDLESS = RULES.model_copy(update={"max_tokens": 5000})
@@ -137,6 +138,36 @@ def test_a_full_queue_refuses_all_of_a_call(folder: Path, monkeypatch: pytest.Mo
         gate.is_open.set()
         assert len({tuple(tokens(handle.result(30))) for handle in handles}) == 1
         assert llm.generate([5], RULES).finished
+
+
+def test_prompts_that_are_queued_together_are_all_queued_or_none(llm: LLM) -> None:
+    rules = [RULES, RULES.model_copy(update={"n": 2, "temperature": 1.0})]
+    prompts: list[Prompt] = ["text", {"prompt_token_ids": [5, 6, 7]}]
+    handles = llm.submit(prompts, rules, priority=1, timeout_s=1000.0)
+    assert [len(handle.result(30).outputs) for handle in handles] == [1, 2]
+    (single,) = llm.submit([5, 6, 7], RULES)
+    assert tokens(single.result(30)) == tokens(llm.generate([5, 6, 7], RULES))
+    llm.reset_metrics()
+    wrong: list[tuple[Any, Any, dict[str, Any]]] = [
+        (["a", ""], RULES, {}),
+        (["a", 5.0], RULES, {}),
+        (["a", "b"], [RULES], {}),
+        (["a"], ["greedy"], {}),
+        (["a"], RULES, {"priority": "high"}),
+        (["a"], RULES, {"timeout_s": "soon"}),
+        ([], RULES, {}),
+    ]
+    for inputs, params, options in wrong:
+        with pytest.raises(RequestError):
+            llm.submit(inputs, params, **options)
+    assert llm.is_healthy and llm.metrics()["num_prompt_steps"] == 0
+
+
+def test_a_wait_that_begins_at_the_very_end_does_not_last(llm: LLM) -> None:
+    """As between the two questions of ``aresult``, whether the request has ended and what was shown of it last."""
+    handle = llm.generate_async([5], RULES)
+    handle.result(30)
+    asyncio.run(asyncio.wait_for(handle._next_change(handle._version), 30))
 
 
 @pytest.mark.parametrize("count", [4, 10**9])

@@ -62,6 +62,7 @@ PLACES: dict[str, Callable[[LLM], tuple[object, str]]] = {
     "wake": lambda llm: (serving_loop, "wake"),
     "close": lambda llm: (reuse(llm), "close"),
 }
+CALLED_ONCE = ("copy", "close")
 ONE_REQUESTS_OWN = ("decode", "push", "masks", "advance", "choose", "adjust")
 
 
@@ -122,12 +123,12 @@ def test_whatever_raises_nobody_waits_for_ever(
     crowded: LLM, monkeypatch: pytest.MonkeyPatch, place: str, error: type[BaseException], is_lasting: bool
 ) -> None:
     where, name = PLACES[place](crowded)
-    original, num_calls = getattr(where, name), 0
+    original, num_calls, first = getattr(where, name), 0, 1 if place in CALLED_ONCE else 2
 
     def raising(*args: Any, **options: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 2 or (is_lasting and num_calls > 2):
+        if num_calls == first or (is_lasting and num_calls > first):
             raise error
         return original(*args, **options)
 
@@ -153,9 +154,13 @@ def test_whatever_raises_nobody_waits_for_ever(
     if is_healthy:
         assert crowded.generate([5] * 9, PLAIN).finished
         soak.check_nothing_is_left(crowded, [])
-    closing = threading.Thread(target=crowded.close)
-    closing.start()
-    closing.join(60)
+    with monkeypatch.context() as spoilt:
+        if place == "close":
+            spoilt.setattr(where, name, raising)
+        closing = threading.Thread(target=crowded.close)
+        closing.start()
+        closing.join(60)
+    assert num_calls >= first, "nothing was raised"
     assert not closing.is_alive() and crowded._executor.is_closed  # type: ignore[attr-defined]
 
 
@@ -262,15 +267,43 @@ def test_a_forked_process_waits_for_no_worker_that_it_has_not(
         else:
             torch.set_num_threads(1)
             assert crowded.generate([5], PLAIN).finished
+        assert crowded.metrics()["num_requests"] == (not has_worker) and crowded.latencies()
         for handle in handles:
             handle.abort()
         crowded.close()
 
     child = multiprocessing.get_context("fork").Process(target=in_child)
-    with crowded._serving._letters if has_worker else threading.Lock():  # held by a thread that the child has not
+    # Held by a thread that the child has not.
+    with crowded._recorder._lock, crowded._serving._letters if has_worker else threading.Lock():
         child.start()
     child.join(60)
     assert child.exitcode == 0
     gate.is_open.set()
     assert all(handle.result(60).finished for handle in handles)
     assert crowded.generate([5], PLAIN).finished
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as above
+def test_a_fork_forgets_no_request_that_the_worker_is_taking_in(crowded: LLM) -> None:
+    is_taking, has_forked = threading.Event(), threading.Event()
+
+    class SlowHandles(dict[int, RequestHandle]):
+        def __setitem__(self, request_id: int, handle: RequestHandle) -> None:
+            is_taking.set()
+            assert has_forked.wait(60)
+            super().__setitem__(request_id, handle)
+
+    crowded._serving._handles = SlowHandles()
+    handle = crowded.generate_async([5], PLAIN)
+    assert is_taking.wait(60)
+
+    def in_child() -> None:
+        with pytest.raises(ExecutorError, match="found a fork"):
+            handle.result(20)
+
+    child = multiprocessing.get_context("fork").Process(target=in_child)
+    child.start()
+    child.join(60)
+    has_forked.set()
+    assert child.exitcode == 0 and handle.result(60).finished

@@ -167,7 +167,7 @@ class RequestHandle:
     async def _next_change(self, seen: int) -> None:
         loop = asyncio.get_running_loop()
         with self._changed:
-            if self._version != seen:
+            if self._version != seen or self._is_done:  # the end may have come after ``seen`` was asked for
                 return
             waiter = (loop, loop.create_future())
             self._waiters.append(waiter)

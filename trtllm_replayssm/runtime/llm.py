@@ -256,14 +256,15 @@ class LLM:
             max_seq_len ends there with finish_reason "length".
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served, or the ``LLM`` is closed; nothing has run then.
-            QueueFullError: more prompts than may wait; nothing has run then.
+            RequestError: a prompt or its parameters cannot be served, there are more than could ever wait, or the
+                ``LLM`` is closed; nothing has run then.
+            QueueFullError: more prompts than may wait now; nothing has run then.
             ReplaySSMError: what ended a request; the others have run to their ends. ``generate_async`` gives each its
                 own.
         """
         prompts, is_single = prompt_desk.as_list(inputs)
         params = prompt_desk.params_for(len(prompts), sampling_params)
-        handles = self.submit(prompts, params)
+        handles = self._queue(prompts, params)
         try:
             with _progress_bar(sum(len(handle.sequences) for handle in handles), use_tqdm) as bar:
                 for handle in handles:
@@ -302,13 +303,32 @@ class LLM:
             RequestError: the prompt or its parameters cannot be served, or the ``LLM`` is closed.
             QueueFullError: as many requests wait as may.
             ExecutorError: a step of the model has failed before.
+            CapacityError: the process can have no thread for the steps.
         """
         prompts, is_single = prompt_desk.as_list(inputs)
         if not is_single:
             raise RequestError(f"inputs: found a list of {len(prompts)} prompts; needed one. Call once for each.")
         priority, timeout_s = prompt_desk.schedule(priority, timeout_s)
         params = prompt_desk.params_for(1, sampling_params)
-        return self.submit(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)[0]
+        return self._queue(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)[0]
+
+    def submit(
+        self,
+        inputs: Inputs,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        streaming: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[RequestHandle]:
+        """Queue one prompt or many, all of them or none, and return a handle for each at once.
+
+        Prompts and rules are given as for ``generate``, the rest as for ``generate_async``, whose errors it raises.
+        """
+        prompts, _ = prompt_desk.as_list(inputs)
+        priority, timeout_s = prompt_desk.schedule(priority, timeout_s)
+        params = prompt_desk.params_for(len(prompts), sampling_params)
+        return self._queue(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)
 
     def metrics(self) -> dict[str, Any]:
         """Return what all requests did so far; ``runtime.metrics.Counters`` explains the keys.
@@ -340,7 +360,7 @@ class LLM:
     shutdown = close
     """TensorRT-LLM's name for it."""
 
-    def submit(
+    def _queue(
         self,
         prompts: Sequence[PlainPrompt],
         params: Sequence[SamplingParams],
@@ -349,7 +369,6 @@ class LLM:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> list[RequestHandle]:
-        """Queue several prompts, text or tuples of ids, all of them or none; the rest is as for ``generate_async``."""
         count = sum(rules.n for rules in params)
         self._serving.check_room(count)  # before so many are made
         now = time.perf_counter()

@@ -200,6 +200,10 @@ class MetricsRecorder:
         with self._lock:
             self._counters.wall_time_s += seconds
 
+    def unlock_in_child(self) -> None:
+        """In a process that was forked off, go on counting: whoever held the lock may not be here."""
+        self._lock = threading.Lock()
+
     def reset(self) -> None:
         """Count from zero again."""
         with self._lock:

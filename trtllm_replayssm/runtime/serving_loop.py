@@ -166,6 +166,7 @@ class ServingLoop:
     def end_in_child(self) -> None:
         """In a process that was forked off, end what needs the worker, which is not there."""
         self._letters = threading.Condition(threading.RLock())  # somebody may have held it, who is not here
+        self._recorder.unlock_in_child()
         if self._thread is None:
             return  # it can have one of its own
         self._thread, self._is_closed = None, True
@@ -216,10 +217,11 @@ class ServingLoop:
         """Wait for something to do; take in requests and orders. Return False when the loop is to end."""
         with self._letters:
             self._letters.wait_for(lambda: self._is_closed or self._arrivals or self._aborts or self._loop.has_work)
-            arrivals, self._arrivals = self._arrivals, []
+            arrivals = self._know_arrivals()
             aborts, self._aborts = self._aborts, []
             is_closed = self._is_closed
-        self._take_in(arrivals)
+        for request in arrivals:
+            self._loop.add(request)
         for handle in aborts:
             self._publish([request for request in handle.sequences if self._loop.end(request, "cancelled")])
         return not is_closed
@@ -251,8 +253,7 @@ class ServingLoop:
     def _end_all(self, error: ReplaySSMError) -> None:
         """End all requests, and let nobody wait for one, whatever else fails on the way."""
         with self._letters:
-            arrivals, self._arrivals = self._arrivals, []
-        self._know(arrivals)
+            self._know_arrivals()
         handles = {handle.request_id: handle for handle in self._handles.values()}
         for request in [request for handle in handles.values() for request in handle.sequences]:
             with suppress(BaseException):  # it may be the drafter that has failed, or the tokenizer
@@ -267,24 +268,24 @@ class ServingLoop:
         self._handles.clear()
         wake(waiters)
 
-    def _take_in(self, handles: Iterable[RequestHandle]) -> None:
-        for request in self._know(handles):
-            self._loop.add(request)
+    def _know_arrivals(self) -> list[Request]:
+        """Note who is to be told of each request, of all before any is queued: whatever fails then, they are told.
 
-    def _know(self, handles: Iterable[RequestHandle]) -> list[Request]:
-        """Note who is to be told of each request, of all before any is queued: whatever fails then, they are told."""
+        They leave the letter box last, so that a fork finds each of them in one of the two places.
+        """
         requests = []
-        for handle in handles:
+        for handle in self._arrivals:
             for request in handle.sequences:
                 self._handles[request.request_id] = handle
                 requests.append(request)
+        self._arrivals = []
         return requests
 
     def _close_executor(self) -> None:
         for close in (self._loop.close, self._executor.close):
             try:
                 close()
-            except Exception:  # a device that has failed may refuse that as well; nothing else is lost
+            except BaseException:  # a device that has failed may refuse that as well; nothing else is lost
                 _LOGGER.exception("the executor was not closed")
 
 

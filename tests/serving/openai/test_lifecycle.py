@@ -242,6 +242,22 @@ def test_an_error_of_the_servers_own_tells_the_log_alone(monkeypatch: pytest.Mon
         assert "division" not in answer.message and answer.headers["x-request-id"]
 
 
+def test_a_librarys_panic_is_an_error_of_the_servers_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class PanicError(BaseException):
+        """What a library in Rust raises where it panics is no ``Exception``."""
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicError
+
+    with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm) as (port, _), caplog.at_level("INFO"):
+        monkeypatch.setattr(llm, "submit", panic)
+        answer = ask(port, "/v1/completions", BODY)
+    assert answer.status == 500 and "server: found an error of its own" in answer.message
+    assert "PanicError" in caplog.text and "status=500" in caplog.text
+
+
 def test_a_draining_server_is_not_ready_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm) as (port, service):
         service.is_draining = True

@@ -213,6 +213,22 @@ def test_a_request_that_cannot_be_read_is_answered_and_the_others_run(model: Rep
     assert text_of(sender)
 
 
+def test_a_librarys_panic_is_answered(model: ReplayModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a library in Rust raises where it panics is no ``Exception``."""
+
+    class PanicError(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicError("called `unwrap` on nothing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model._llm, "generate_async", panic)
+        error = error_of(ask(model, text_input=PROMPT))
+    assert error.code == "INTERNAL" and "PanicError: called `unwrap` on nothing" in error.message
+    assert text_of(ask(model, text_input=PROMPT, max_tokens=3))
+
+
 @pytest.mark.parametrize("kind", DEVICES)
 def test_the_end_answers_what_runs(kind: str) -> None:
     model = open_model(kind)

@@ -101,7 +101,7 @@ class Gate:
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1")  # the bytes as they came
+        given = key.encode("latin-1").strip()  # the bytes as they came; in UTF-8 one of them may look like a space
         # All keys are compared, each in constant time.
         matches = [hmac.compare_digest(given, own.encode()) for own in self._service.settings.api_keys]
         return scheme.lower() == "bearer" and any(matches)

@@ -41,8 +41,8 @@ class Generation:
             outputs = [await handle.aresult() for handle in self._handles]
         except ReplaySSMError as error:
             raise failed(error, is_guided=self._is_guided) from error
-        for handle in self._handles:
-            self._check_end(handle)
+        for handle, output in zip(self._handles, outputs, strict=True):
+            self._check_end(handle, output)
         return outputs
 
     async def growing(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -62,7 +62,7 @@ class Generation:
                         output = task.result()
                     except StopAsyncIteration:
                         continue
-                    self._check_end(self._handles[number])
+                    self._check_end(self._handles[number], output)
                     yield number, output
                     nexts[asyncio.ensure_future(anext(streams[number]))] = number
         except ReplaySSMError as error:
@@ -71,17 +71,18 @@ class Generation:
             for task in nexts:
                 task.cancel()
 
-    def _check_end(self, handle: RequestHandle) -> None:
+    def _check_end(self, handle: RequestHandle, output: RequestOutput) -> None:
         """Refuse an end that is no client's wish, of one sequence as of all."""
-        for sequence in handle.sequences:
-            if sequence.error is not None:
+        for sequence, completion in zip(handle.sequences, output.outputs, strict=True):
+            if completion.finish_reason == "error":
+                assert sequence.error is not None, "an error has ended it"
                 raise failed(sequence.error, is_guided=self._is_guided)
-            if sequence.finish_reason == "timeout":
+            if completion.finish_reason == "timeout":
                 raise ApiError(
                     504,
                     "request: found no end within the server's time for a request; needed a shorter one. Lower "
                     "max_tokens, or send it when the server is less busy.",
                     code="timeout",
                 )
-            if sequence.finish_reason == "cancelled":  # nobody but the server aborts what a client still waits for
+            if completion.finish_reason == "cancelled":  # nobody but the server aborts what a client still waits for
                 raise shutting_down(None)

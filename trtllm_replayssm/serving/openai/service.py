@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trtllm_replayssm.errors import ReplaySSMError
+from trtllm_replayssm.errors import ReplaySSMError, error_text
 from trtllm_replayssm.runtime.llm import LLM
 from trtllm_replayssm.runtime.prompts import PlainPrompt
 from trtllm_replayssm.serving.openai.chat_template import ChatTemplate
@@ -93,6 +93,10 @@ class Service:
         except asyncio.CancelledError:  # the client has left while its prompt was tokenised
             work.add_done_callback(_abort_result)
             raise
+        except Exception:
+            raise
+        except BaseException as error:  # a Rust library's panic, which no handler of exceptions would meet
+            raise RuntimeError(f"{type(error).__name__}: {error_text(error)}") from error
 
     @contextmanager
     def running(self, generation: Generation) -> Iterator[None]:

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_replayssm import LLM
-from trtllm_replayssm.errors import CapacityError, QueueFullError, ReplaySSMError, RequestError, ShutdownError
+from trtllm_replayssm.errors import (
+    CapacityError,
+    QueueFullError,
+    ReplaySSMError,
+    RequestError,
+    ShutdownError,
+    error_text,
+)
 from trtllm_replayssm.runtime.handle import RequestHandle
 from trtllm_replayssm.serving.triton.fields import check_declared
 from trtllm_replayssm.serving.triton.metrics import TritonMetrics
@@ -123,7 +130,7 @@ class ReplayModel:
                 await self._stream(sender, handle, writer)
             else:
                 await self._send_last(sender, handle, writer)
-        except Exception as error:  # noqa: BLE001 - the client must learn of it, and the other requests go on
+        except BaseException as error:  # noqa: BLE001 - the client must learn of it, and the other requests go on
             self._fail(sender, error)
         finally:
             if handle is not None:
@@ -163,12 +170,12 @@ class ReplayModel:
             await asyncio.sleep(0.01)
         self._metrics.update(self._llm.metrics(), self._llm.latencies())
 
-    def _fail(self, sender: Any, error: Exception) -> None:
+    def _fail(self, sender: Any, error: BaseException) -> None:
         if isinstance(error, ReplaySSMError):
             self._end(sender, self._error(str(error), status_of(error)))
             return
         _LOGGER.error("a request was not answered", exc_info=error)
-        self._end(sender, self._error(f"internal error: {type(error).__name__}: {error}", "INTERNAL"))
+        self._end(sender, self._error(f"internal error: {type(error).__name__}: {error_text(error)}", "INTERNAL"))
 
     def _error(self, message: str, status: str) -> Any:
         errors = self._pb_utils.TritonError
