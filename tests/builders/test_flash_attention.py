@@ -133,7 +133,7 @@ def test_log_sums_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
     def kernel(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, log_sums = kernel_stand_in(*arguments, **options)
-        return out, log_sums.unflatten(1, (len(PAST), -1)).transpose(0, 1)
+        return out, torch.unflatten(log_sums, 1, (len(PAST), -1)).transpose(0, 1)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
     with pytest.raises(AssertionError, match="heads by queries"):
