@@ -32,7 +32,8 @@ class FlashStep:
     """Where queries and keys are found and written; the same for all layers of a step.
 
     Attributes:
-        numbers: [B + 1] int32, 0 .. B.
+        first_queries: [B + 1] int32, first query row of each sequence as the kernel gets them: in a window a group of
+            heads are queries of one head.
         first_keys: [B + 1] int32, first cache row of each sequence, of head 0.
         num_past: [B] int32, keys before the window.
         num_keys: [B] int32, keys that a sequence's last query may see.
@@ -41,7 +42,7 @@ class FlashStep:
         positions: [B, S] int64, the window's places in them.
     """
 
-    numbers: torch.Tensor
+    first_queries: torch.Tensor
     first_keys: torch.Tensor
     num_past: torch.Tensor
     num_keys: torch.Tensor
@@ -56,7 +57,12 @@ def is_flash(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.devi
 
 
 def flash_step(
-    past_lengths: torch.Tensor, slot_ids: torch.Tensor, seq_len: int, cache: torch.Tensor, key_length: int
+    past_lengths: torch.Tensor,
+    slot_ids: torch.Tensor,
+    seq_len: int,
+    cache: torch.Tensor,
+    key_length: int,
+    group_size: int,
 ) -> FlashStep:
     """Return where a step's queries and keys are.
 
@@ -66,6 +72,7 @@ def flash_step(
         seq_len: window tokens S.
         cache: [B, H, capacity, hd], any layer's.
         key_length: at least max(c) + S of the rows with a slot.
+        group_size: query heads of each key head.
     """
     num_rows, n_heads, capacity, _ = cache.shape
     device = past_lengths.device
@@ -77,7 +84,7 @@ def flash_step(
     positions = first[:, None] + torch.arange(seq_len, device=device)
     num_past = torch.where(has_slot, past_lengths, 0)
     return FlashStep(
-        numbers=numbers,
+        first_queries=numbers * (seq_len * group_size if _is_window(seq_len) else seq_len),
         first_keys=numbers * (n_heads * capacity),
         num_past=num_past,
         num_keys=(num_past + seq_len).clamp(max=capacity),
@@ -119,10 +126,14 @@ def attend(
     Returns:
         [B, S, Hq, hd].
     """
-    if 1 < query.shape[1] <= _LONGEST_WINDOW:
+    if _is_window(query.shape[1]):
         return _attend_in_window(query, key, value, caches, step, scale)
     out, _ = _flash(query, caches, step, step.num_keys, scale, is_causal=True)
     return out
+
+
+def _is_window(seq_len: int) -> bool:
+    return 1 < seq_len <= _LONGEST_WINDOW
 
 
 def _attend_in_window(
@@ -205,7 +216,7 @@ def _flash(
     out, log_sums = torch.ops.aten._flash_attention_forward(
         query.flatten(0, 1),
         *(_rows(cache) for cache in caches),
-        step.numbers * seq_len,
+        step.first_queries,
         step.first_keys,
         seq_len,
         step.longest,

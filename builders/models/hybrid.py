@@ -59,7 +59,8 @@ def make_step(
     if a.rope_theta is not None:
         turn = rotation(past_lengths, seq_len, a.rotary_dim, a.rope_theta, cache.dtype)
     if is_flash(a, cache.dtype, cache.device) and not onnx_ops.is_exporting():
-        flash = flash_step(past_lengths, counters.slot_ids, seq_len, cache, key_length)
+        group_size = a.n_query_heads // a.n_kv_heads
+        flash = flash_step(past_lengths, counters.slot_ids, seq_len, cache, key_length, group_size)
         return Step(*counters, key_length, None, turn, flash)
     return Step(*counters, key_length, attention_mask(past_lengths, seq_len, key_length), turn)
 

@@ -114,7 +114,7 @@ def check(device: str, dtype: torch.dtype, width: int, seq_len: int, n_kv_heads:
     for row, count in enumerate(PAST):
         keys[row, :, count + seq_len :] = torch.nan  # of a slot's last owner: finite values, whatever keys
     slot_ids = torch.arange(4, dtype=torch.int32, device=device)
-    step = flash.flash_step(past, slot_ids, seq_len, keys, max(PAST) + seq_len)
+    step = flash.flash_step(past, slot_ids, seq_len, keys, max(PAST) + seq_len, n_heads // n_kv_heads)
     expected = expected_attention(query.cpu(), keys.cpu(), values.cpu(), PAST, width**-0.5)
     own_keys, own_values = (cache[step.rows, :, step.positions].contiguous() for cache in (keys, values))
     out = flash.attend(query, own_keys, own_values, (keys, values), step, width**-0.5)
@@ -152,9 +152,9 @@ def test_the_kernel_reads_caches_where_they_are(width: int, seq_len: int, n_kv_h
 def test_a_row_without_a_slot_sees_its_own_window_alone() -> None:
     past = torch.tensor([7, 900], dtype=torch.int32)
     slot_ids = torch.tensor([0, -1], dtype=torch.int32)
-    step = flash.flash_step(past, slot_ids, 2, torch.empty(2, 3, 50, 8), 9)
+    step = flash.flash_step(past, slot_ids, 2, torch.empty(2, 3, 50, 8), 9, 4)
     assert step.num_past.tolist() == [7, 0] and step.num_keys.tolist() == [9, 2] and step.longest == 9
-    assert step.first_keys.tolist() == [0, 150, 300] and step.numbers.tolist() == [0, 1, 2]
+    assert step.first_keys.tolist() == [0, 150, 300] and step.first_queries.tolist() == [0, 8, 16]
     assert step.positions.tolist() == [[7, 8], [49, 49]] and step.rows.tolist() == [[0], [1]]
 
 
@@ -164,7 +164,7 @@ def test_padding_writes_over_no_token_that_is_kept(past_of_padding: int) -> None
     cache = torch.zeros(2, 1, 10, 4)
     past = torch.tensor([past_of_padding, 8], dtype=torch.int32)
     slot_ids = torch.tensor([-1, 1], dtype=torch.int32)
-    flash.write_window(cache, torch.ones(2, 3, 1, 4), flash.flash_step(past, slot_ids, 3, cache, 10))
+    flash.write_window(cache, torch.ones(2, 3, 1, 4), flash.flash_step(past, slot_ids, 3, cache, 10, 1))
     # One draft too many at the end of the caches goes to the last place, too.
     assert cache[:, 0, :, 0].tolist() == [[0.0] * 9 + [1.0], [0.0] * 8 + [1.0] * 2]
 
