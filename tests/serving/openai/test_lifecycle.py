@@ -251,7 +251,8 @@ def test_a_librarys_panic_is_an_error_of_the_servers_own(
     def panic(*_: object, **__: object) -> None:
         raise PanicError
 
-    with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm) as (port, _), caplog.at_level("INFO"):
+    # The level outlasts the server: the line of a request is written after its answer.
+    with caplog.at_level("INFO"), LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm) as (port, _):
         monkeypatch.setattr(llm, "submit", panic)
         answer = ask(port, "/v1/completions", BODY)
     assert answer.status == 500 and "server: found an error of its own" in answer.message

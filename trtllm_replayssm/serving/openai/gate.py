@@ -51,13 +51,19 @@ class Gate:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id
-        status, started = CLIENT_LEFT, time.perf_counter()
+        # Never a path as it came: anything could be written into the log and the metrics with it.
+        path = scope["path"] if scope["path"] in _PATHS else "other"
+        status, is_counted, started = CLIENT_LEFT, False, time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_counted
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                # Before the last of it leaves: who has the whole response finds it in the metrics.
+                self._counts.add(path, status)
+                is_counted = True
             await send(message)
 
         is_probe = scope["path"] in _PROBES
@@ -67,9 +73,8 @@ class Gate:
             await app(scope, receive, send_with_id)
         finally:
             self._num_running -= not is_probe
-            # Never a path as it came: anything could be written into the log and the metrics with it.
-            path = scope["path"] if scope["path"] in _PATHS else "other"
-            self._counts.add(path, status)
+            if not is_counted:
+                self._counts.add(path, status)
             if not is_probe:
                 generation = state.get("generation")
                 numbers = usage(generation.outputs) if generation is not None else {}
