@@ -3,6 +3,7 @@
 Failures are shown as they happen, too: the summary of a run that a time limit ends is lost.
 """
 
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -20,6 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu" and not torch.cuda.is_available():
         raise pytest.UsageError("found no CUDA device; needed one, for every test with the marker gpu would be skipped")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # What a shell starts in the background ignores SIGINT, and so would the tests' processes and interrupts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _FailuresAtOnce:
