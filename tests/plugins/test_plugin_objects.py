@@ -26,7 +26,7 @@ from trtllm_replayssm.contract.plugin_io import (
     PLUGINS,
     PluginIO,
 )
-from trtllm_replayssm.plugins.specialize import Specialization, constants_of
+from trtllm_replayssm.plugins.specializations import Specialization, constants_of
 
 every_plugin = pytest.mark.parametrize("io", PLUGINS, ids=lambda io: io.op_type)
 every_recurrence = pytest.mark.parametrize("io", [MAMBA2, GATED_DELTA_NET, MAMBA2_WITH_CONV], ids=lambda io: io.op_type)
