@@ -28,7 +28,7 @@ from trtllm_replayssm.contract.manifest import (
 )
 from trtllm_replayssm.errors import CheckpointError, ConfigError, validation_text
 from trtllm_replayssm.plugins.history_choice import longest_history, resolve_history
-from trtllm_replayssm.plugins.specialize import MAX_ROWS
+from trtllm_replayssm.plugins.specializations import MAX_ROWS
 
 ONNX_FILE = "model.onnx"
 # TensorRT's dimensions are 32-bit integers, and so are the lengths of a step.

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from trtllm_replayssm.contract.geometry import Mamba2Geometry, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2_WITH_CONV
 from trtllm_replayssm.plugins.compile_image import architecture_of, capability_of, is_exact, kernel_image
-from trtllm_replayssm.plugins.specialize import (
+from trtllm_replayssm.plugins.specializations import (
     CausalConv1dSpecialization,
+    GatedDeltaNetSpecialization,
     Mamba2Specialization,
+    Mamba2WithConvSpecialization,
     Specialization,
 )
-from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 
 def specializations(geometry: ModelGeometry, replay: ReplayGeometry) -> dict[str, Specialization]:

@@ -5,6 +5,7 @@ Each function returns tensors of the right type and shape for tracing; nothing i
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal
 
 import torch
@@ -26,24 +27,25 @@ ACTIVATIONS = {None: 0, "silu": 1}
 TENSORRT_HINT = "TRT_decomposable"
 
 
-# Ours, since torch.compiler.is_exporting() is also true in what torch 2.11 compiles.
-_is_exporting = False
+# Ours, since torch.compiler.is_exporting() is also true in what torch 2.11 compiles; of a context, since another thread
+# may run a model meanwhile.
+_IS_EXPORTING = ContextVar("is_exporting", default=False)
 
 
 @contextmanager
 def exporting() -> Iterator[None]:
-    """Let the modules emit nodes for ONNX instead of running."""
-    global _is_exporting
-    _is_exporting = True
+    """Let the modules emit nodes for ONNX instead of running, in this thread."""
+    token = _IS_EXPORTING.set(True)
     try:
         yield
     finally:
-        _is_exporting = False
+        _IS_EXPORTING.reset(token)
 
 
 def is_exporting() -> bool:
     """Say whether the modules are being traced for ONNX rather than run."""
-    return _is_exporting
+    # What torch compiles runs, and its compiler cannot follow a context variable.
+    return not torch.compiler.is_dynamo_compiling() and _IS_EXPORTING.get()
 
 
 def causal_conv1d(

@@ -14,7 +14,7 @@ from typing import Any
 
 from trtllm_replayssm.errors import BackendError, BuildError, UnsupportedError
 from trtllm_replayssm.plugins.cache import cache_dir, content_hash, write_beside
-from trtllm_replayssm.plugins.specialize import Kernel, Role, Specialization
+from trtllm_replayssm.plugins.specializations import Kernel, Role, Specialization
 
 SOURCE_DIR = Path(__file__).parent / "kernels"
 MAX_SHARED_BYTES = {

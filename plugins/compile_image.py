@@ -7,8 +7,13 @@ from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.errors import UnsupportedError
 from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
-from trtllm_replayssm.plugins.specialize import CONV_PREFIX, Role, Specialization, constants_of
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
+from trtllm_replayssm.plugins.specializations import (
+    CONV_PREFIX,
+    Mamba2WithConvSpecialization,
+    Role,
+    Specialization,
+    constants_of,
+)
 
 
 def kernel_image(specialization: Specialization, architectures: Sequence[str]) -> bytes:

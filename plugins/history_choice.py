@@ -25,8 +25,7 @@ from trtllm_replayssm.contract.traffic import replay_bytes
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
 from trtllm_replayssm.plugins.build import check_architecture
 from trtllm_replayssm.plugins.compile_image import architecture_of
-from trtllm_replayssm.plugins.specialize import Mamba2Specialization, Role
-from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+from trtllm_replayssm.plugins.specializations import GatedDeltaNetSpecialization, Mamba2Specialization, Role
 
 CANDIDATES: Final = (8, 16, 32)
 """What "auto" chooses from, ascending."""

@@ -11,7 +11,7 @@ integers are little-endian.
              uint64 cubin offset from the image's start, uint64 cubin bytes
     cubins   entries may share one
 
-``constants`` is what the kernels were compiled for (``specialize.constants_of``); a plugin refuses an image whose
+``constants`` is what the kernels were compiled for (``specializations.constants_of``); a plugin refuses an image whose
 constants are not those of its tensors and fields.
 
 A kernel is launched with block (block_x, 1, 1) and grid (grid_x, rows of the step / rows_per_block rounded up, 1), a

@@ -24,8 +24,13 @@ from trtllm_replayssm.plugins.params import (
     gated_delta_net_params,
     mamba2_params,
 )
-from trtllm_replayssm.plugins.specialize import VECTOR_BYTES, CausalConv1dSpecialization, Mamba2Specialization, Role
-from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+from trtllm_replayssm.plugins.specializations import (
+    VECTOR_BYTES,
+    CausalConv1dSpecialization,
+    GatedDeltaNetSpecialization,
+    Mamba2Specialization,
+    Role,
+)
 
 # dt and g are read number by number; the other pools 16 bytes at a time.
 MAMBA2_SLOTS = {"ssm_state": VECTOR_BYTES, "x_ring": VECTOR_BYTES, "B_ring": VECTOR_BYTES, "dt_ring": 4}

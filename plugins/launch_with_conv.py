@@ -16,8 +16,7 @@ from trtllm_replayssm.plugins.counters import counter_of_launch
 from trtllm_replayssm.plugins.launch import MAMBA2_SLOTS, causal_conv1d, mamba2, mamba2_constants
 from trtllm_replayssm.plugins.loader import device_architecture, launch, load
 from trtllm_replayssm.plugins.params import mamba2_with_conv_params
-from trtllm_replayssm.plugins.specialize import VECTOR_BYTES, Mamba2Specialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
+from trtllm_replayssm.plugins.specializations import VECTOR_BYTES, Mamba2Specialization, Mamba2WithConvSpecialization
 
 _CONVOLUTION = ("xBC", "conv_weight", "conv_bias", "conv_ring")
 

@@ -11,7 +11,7 @@ import torch
 from trtllm_replayssm.errors import BackendError, OpArgumentError
 from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.compile_image import architecture_of, has_dependent_launch
-from trtllm_replayssm.plugins.specialize import MAX_ROWS, LaunchShape, Role, Specialization
+from trtllm_replayssm.plugins.specializations import MAX_ROWS, LaunchShape, Role, Specialization
 
 # A kernel gets more dynamic shared memory than this only after asking for it (CUDA programming guide).
 _DEFAULT_SHARED_BYTES = 48 * 1024

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trtllm_replayssm.plugins.specialize import Role
+from trtllm_replayssm.plugins.specializations import Role
 
 LONGEST_STEP_WINDOW = 8
 """As in ``kernels/causal_conv1d/params.h``: the convolution's step kernel runs windows up to this long."""

@@ -4,11 +4,15 @@ Every message says what was wrong, what was found and what is needed. A user's m
 ``ReplaySSMError``; the command line prints it without a traceback and exits with 2.
 """
 
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
+
+_SHOULD = re.compile("^(Input should be|(List|String) should have)")  # pydantic's words for a rule
 
 
 class ReplaySSMError(Exception):
@@ -116,16 +120,25 @@ def error_text(error: BaseException) -> str:
 
 def validation_text(error: "ValidationError") -> str:
     """Write every problem that pydantic found as ``name: found x; needed y``, in one line without a final full stop."""
-    return "; ".join(map(_problem_text, error.errors()))
+    return "; ".join(map(problem_text, error.errors()))
 
 
-def _problem_text(problem: "ErrorDetails") -> str:
-    where = ".".join(map(str, problem["loc"])) + ": " if problem["loc"] else ""
+def problem_text(
+    problem: "ErrorDetails", *, shown: Callable[[object], str] = repr, unknown: str = "unknown key"
+) -> str:
+    """Write one of the problems that pydantic found, without a final full stop.
+
+    Args:
+        problem: of ``ValidationError.errors()``.
+        shown: writes keys and values that were found.
+        unknown: what to say of a key that is none.
+    """
+    where = ".".join(shown(part).strip("'") for part in problem["loc"]) + ": " if problem["loc"] else ""
     if problem["type"] == "value_error":  # raised by a check of ours, which says what was found
         cause = problem["ctx"]["error"]
         return where + (cause.message if isinstance(cause, ReplaySSMError) else str(cause)).rstrip(".")
     if problem["type"] == "extra_forbidden":
-        return f"{where}unknown key"
+        return where + unknown
     if problem["type"] == "missing":
         return f"{where}found nothing; needed a value"
-    return f"{where}found {problem['input']!r}; {problem['msg'].replace('Input should be', 'needed')}"
+    return f"{where}found {shown(problem['input'])}; {_SHOULD.sub('needed', problem['msg'])}"

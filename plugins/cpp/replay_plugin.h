@@ -35,7 +35,7 @@ struct PluginDefinition {
   std::string (*field_fault)(const IntFields& fields);
   // What is wrong with the sizes that are known, beyond equal letters being equal; or an empty string.
   std::string (*dimension_fault)(const Dimensions& dimensions, const IntFields& fields);
-  // The constants that its kernels must have been compiled for, as plugins/specialize.py writes them; empty while one
+  // The constants that its kernels must have been compiled for, as plugins/specializations writes them; empty while one
   // of them is not known.
   std::string (*constants)(const nvinfer1::PluginTensorDesc* inputs, const Dimensions& dimensions,
                            const IntFields& fields);

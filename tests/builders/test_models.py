@@ -1,6 +1,7 @@
 """The modules against ``transformers``, and what their states may and may not hold."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.builders.tiny_geometry import is_cache, poisoned_states, random_model, tiny_geometry, tiny_qwen_geometry
 from tests.tiny_models import make_nemotron_h, make_qwen
+from trtllm_replayssm.builders import onnx_ops
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract import protocol
@@ -110,6 +112,22 @@ def test_parameters_are_the_tensors_of_a_rank_checkpoint(pattern: str) -> None:
         found = {name: (str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in model.named_parameters()}
         assert found == {spec.name: (spec.dtype, spec.shape) for spec in weight_specs(geometry)}
         assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thread_runs_a_model_while_another_exports_one(family: str) -> None:
+    geometry, replay = FAMILIES[family](), ReplayGeometry(history=8, max_draft_len=3)
+    model = random_model(geometry, replay)
+    tokens = torch.randint(0, 97, (20,), generator=torch.Generator().manual_seed(2))
+
+    def logits() -> torch.Tensor:
+        return run_through(model, replay, tokens, [17, 2, 1], 0, poisoned_states(geometry, replay, LIMITS))
+
+    alone = logits()
+    with onnx_ops.exporting(), ThreadPoolExecutor(1) as another:
+        torch.testing.assert_close(another.submit(logits).result(), alone, rtol=0, atol=0)
+        assert onnx_ops.is_exporting()
+    assert not onnx_ops.is_exporting()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

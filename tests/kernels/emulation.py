@@ -28,14 +28,14 @@ from trtllm_replayssm.plugins.params import (
     mamba2_params,
     mamba2_with_conv_params,
 )
-from trtllm_replayssm.plugins.specialize import (
+from trtllm_replayssm.plugins.specializations import (
     CausalConv1dSpecialization,
+    GatedDeltaNetSpecialization,
     Kernel,
     Mamba2Specialization,
+    Mamba2WithConvSpecialization,
     Specialization,
 )
-from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 EMULATOR_DIR = Path(__file__).parent / "emulator"
 _STALE_BYTES = 2**18

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cubin import resources
-from tests.kernels.test_specialize import NANO_9B, changed
+from tests.kernels.test_specializations import NANO_9B, changed
 from trtllm_replayssm.errors import BackendError, BuildError, UnsupportedError
 from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Role, Specialization
+from trtllm_replayssm.plugins.specializations import CausalConv1dSpecialization, Role, Specialization
 
 CONV = CausalConv1dSpecialization(12288, 4, "bfloat16")
 # Sizes and architectures beside those of test_resources.py, in few combinations.

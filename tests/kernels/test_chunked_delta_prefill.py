@@ -25,7 +25,7 @@ from tests.plugins.plugin_ops import gated_delta_net_specialization
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
 from trtllm_replayssm.plugins.loader import device_architecture
-from trtllm_replayssm.plugins.specialize import Kernel
+from trtllm_replayssm.plugins.specializations import Kernel
 
 # Every key_dim, value_dim and state type; heads cut finely and coarsely; more pending rows than a chunk has tokens.
 CASES = (

@@ -10,8 +10,13 @@ from trtllm_replayssm.plugins import build
 from trtllm_replayssm.plugins.cache import CACHE_DIR_VARIABLE
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Kernel, Mamba2Specialization, Role
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
+from trtllm_replayssm.plugins.specializations import (
+    CausalConv1dSpecialization,
+    Kernel,
+    Mamba2Specialization,
+    Mamba2WithConvSpecialization,
+    Role,
+)
 
 CONV = CausalConv1dSpecialization(4096, 4, "float16")
 

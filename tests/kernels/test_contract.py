@@ -15,7 +15,7 @@ from trtllm_replayssm.plugins.params import (
     Mamba2Params,
     Mamba2WithConvParams,
 )
-from trtllm_replayssm.plugins.specialize import MAX_ROWS
+from trtllm_replayssm.plugins.specializations import MAX_ROWS
 
 
 @pytest.mark.parametrize(

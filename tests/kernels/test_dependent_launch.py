@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 
 from tests.cases import DEVICE_CASES, Mamba2Case
-from tests.kernels.test_specialize import NANO_9B
+from tests.kernels.test_specializations import NANO_9B
 from tests.ops.driver import bits, int32
 from tests.ops.mamba2_driver import make_pools, make_weights
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.plugins import build, launch
-from trtllm_replayssm.plugins.specialize import ROLES, CausalConv1dSpecialization, Role, Specialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
+from trtllm_replayssm.plugins.specializations import (
+    ROLES,
+    CausalConv1dSpecialization,
+    Mamba2WithConvSpecialization,
+    Role,
+    Specialization,
+)
 
 CONV = CausalConv1dSpecialization(2560, 4, "bfloat16")
 KERNELS: list[tuple[Specialization, Role]] = [

@@ -12,7 +12,7 @@ from tests.kernels.emulation import Emulator
 from tests.ops.driver import bits, int32, relative_error
 from tests.oracle import causal_conv1d as oracle
 from trtllm_replayssm import ops
-from trtllm_replayssm.plugins.specialize import Role
+from trtllm_replayssm.plugins.specializations import Role
 
 # None: as launched, with the one-token step for windows of one.
 by_role = pytest.mark.parametrize("role", ["step", "prefill", None])

@@ -13,7 +13,7 @@ from tests.ops.driver import Row, bits, live
 from tests.ops.drivers import conventional, replayed
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.specialize import Role
+from trtllm_replayssm.plugins.specializations import Role
 
 CASES = {case.name: case for case in ALL_CASES}
 SMALL = [

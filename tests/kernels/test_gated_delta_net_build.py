@@ -10,12 +10,15 @@ from tests.kernels.cubin import resources
 from tests.kernels.test_resources import GENERATIONS, PIPELINED, STATES, WINDOWS, Kernel, problems
 from tests.pairwise import Case, pairwise
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
-from trtllm_replayssm.plugins import build, specialize
-from trtllm_replayssm.plugins.chunk_shape import SHARED_BYTES
+from trtllm_replayssm.plugins import build, specializations
 from trtllm_replayssm.plugins.compile_image import kernel_image
 from trtllm_replayssm.plugins.kernel_image import unpack
-from trtllm_replayssm.plugins.specialize import ROLES, constants_of
-from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+from trtllm_replayssm.plugins.specializations import (
+    ROLES,
+    SHARED_BYTES,
+    GatedDeltaNetSpecialization,
+    constants_of,
+)
 
 QWEN = GatedDeltaNetSpecialization(
     n_key_heads=16,
@@ -90,7 +93,7 @@ def test_a_history_shorter_than_the_window_is_refused() -> None:
 
 
 def test_an_image_carries_the_kernels_with_their_launch_table() -> None:
-    cases: tuple[tuple[str, tuple[specialize.Kernel, ...]], ...] = (
+    cases: tuple[tuple[str, tuple[specializations.Kernel, ...]], ...] = (
         ("bfloat16", ("step", "deep_chunked_prefill", "pipelined_step")),
         ("float16", ("step", "prefill")),
     )

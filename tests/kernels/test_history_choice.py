@@ -20,7 +20,7 @@ from trtllm_replayssm.contract.geometry import (
     StateDtype,
 )
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
-from trtllm_replayssm.plugins import build, history_choice, pipeline_shape
+from trtllm_replayssm.plugins import build, history_choice
 from trtllm_replayssm.plugins.history_choice import (
     CANDIDATES,
     TIME_OVER_LIMIT,
@@ -29,7 +29,7 @@ from trtllm_replayssm.plugins.history_choice import (
     resolve_history,
     time_over_limit,
 )
-from trtllm_replayssm.plugins.specialize import Role
+from trtllm_replayssm.plugins.specializations import Role, mamba2_pipeline
 
 STEP_ROLES: tuple[Role, ...] = ("step", "pipelined_step")
 HOPPER, AMPERE, ADA = 90, 80, 89
@@ -135,7 +135,7 @@ def test_plain_decoding_of_the_models_takes_16_where_8_was_measured_to_be_slower
 
 
 def test_a_device_whose_fast_kernel_serves_short_histories_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_shape, "_MAX_HISTORY", 16)
+    monkeypatch.setattr(mamba2_pipeline, "_MAX_HISTORY", 16)
     assert [auto(NANO_9B, capability, max_draft_len=3) for capability in (HOPPER, 100)] == [16, 16]
     # Without a fast kernel for any history, and on the CPU, bytes decide.
     assert [auto(NANO_9B, *capabilities, max_draft_len=3) for capabilities in ((AMPERE,), (86, 120), ())] == [32] * 3

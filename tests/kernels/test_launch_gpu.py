@@ -21,7 +21,8 @@ from tests.ops.mamba2_driver import Mamba2Driver, make_pools
 from tests.plugins.plugin_ops import gated_delta_net_specialization, mamba2_specialization
 from trtllm_replayssm import ops
 from trtllm_replayssm.errors import OpArgumentError
-from trtllm_replayssm.plugins import launch, loader, pipeline_shape
+from trtllm_replayssm.plugins import launch, loader
+from trtllm_replayssm.plugins.specializations import PIPELINE_ARCHITECTURES
 
 pytestmark = pytest.mark.gpu
 
@@ -217,7 +218,7 @@ def test_slots_beyond_two_to_the_31_elements_are_addressed() -> None:
 @pytest.fixture
 def roles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The roles of the launched kernels, in order."""
-    if loader.device_architecture(torch.cuda.current_device()) not in pipeline_shape.ARCHITECTURES:
+    if loader.device_architecture(torch.cuda.current_device()) not in PIPELINE_ARCHITECTURES:
         pytest.skip("this device has no pipelined step")
     found: list[str] = []
 

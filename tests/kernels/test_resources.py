@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.kernels.cubin import resources
-from tests.kernels.test_specialize import changed
+from tests.kernels.test_specializations import changed
 from tests.pairwise import Case, pairwise
 from trtllm_replayssm.plugins import build
-from trtllm_replayssm.plugins.specialize import Mamba2Specialization, Role, Specialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
+from trtllm_replayssm.plugins.specializations import (
+    Mamba2Specialization,
+    Mamba2WithConvSpecialization,
+    Role,
+    Specialization,
+)
 
 # n_heads x head_dim.
 MAIN_SHAPES = ((128, 80), (96, 80), (64, 64), (128, 64), (256, 64))

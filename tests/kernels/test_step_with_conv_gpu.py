@@ -11,7 +11,8 @@ from tests.cases import DEVICE_CASES, SHAPE_CASES, Mamba2Case
 from tests.kernels.raw_steps import POOLS, assert_same_bits, random_step, run_in_turn, with_own_pools
 from tests.plugins.plugin_ops import mamba2_specialization
 from trtllm_replayssm import ops
-from trtllm_replayssm.plugins import launch, launch_with_conv, loader, pipeline_shape
+from trtllm_replayssm.plugins import launch, launch_with_conv, loader
+from trtllm_replayssm.plugins.specializations import PIPELINE_ARCHITECTURES
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +23,7 @@ MAIN = next(case for case in PIPELINED if case.name == "nemotron_3-T4")
 @pytest.fixture
 def roles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The roles of the launched kernels, in order."""
-    if loader.device_architecture(torch.cuda.current_device()) not in pipeline_shape.ARCHITECTURES:
+    if loader.device_architecture(torch.cuda.current_device()) not in PIPELINE_ARCHITECTURES:
         pytest.skip("this device has no pipelined step")
     found: list[str] = []
 

@@ -23,7 +23,7 @@ from tests.plugins.plugin_ops import (
     specialization_of_case,
 )
 from tests.plugins.with_conv_driver import WithConvDriver, specialization_with_conv
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization
+from trtllm_replayssm.plugins.specializations import CausalConv1dSpecialization
 
 WITH_CONV = {
     "with_conv-one_token": (Mamba2Case("", 4, 16, 128, 2, 3, 0, state="bfloat16"), 4),

@@ -16,16 +16,16 @@ from trtllm_replayssm.contract.plugin_io import (
     PluginIO,
 )
 from trtllm_replayssm.plugins import kernel_image
-from trtllm_replayssm.plugins.specialize import (
+from trtllm_replayssm.plugins.specializations import (
     CONV_PREFIX,
     ROLES,
     CausalConv1dSpecialization,
+    GatedDeltaNetSpecialization,
     Mamba2Specialization,
+    Mamba2WithConvSpecialization,
     Specialization,
     constants_of,
 )
-from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 ONNX_TYPES = {
     "float32": TensorProto.FLOAT,

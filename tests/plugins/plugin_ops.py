@@ -18,16 +18,16 @@ from trtllm_replayssm import ops
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2, PluginIO
 from trtllm_replayssm.plugins.compile_image import architecture_of, kernel_image
 from trtllm_replayssm.plugins.kernel_image import KernelEntry, pack
-from trtllm_replayssm.plugins.specialize import (
+from trtllm_replayssm.plugins.specializations import (
     CONV_PREFIX,
     CausalConv1dSpecialization,
+    GatedDeltaNetSpecialization,
     Mamba2Specialization,
+    Mamba2WithConvSpecialization,
     Role,
     Specialization,
     constants_of,
 )
-from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
 
 
 class PluginOp:

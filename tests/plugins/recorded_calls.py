@@ -14,7 +14,7 @@ from trtllm_replayssm.plugins.params import (
     Mamba2Params,
     Mamba2WithConvParams,
 )
-from trtllm_replayssm.plugins.specialize import constants_of
+from trtllm_replayssm.plugins.specializations import constants_of
 
 PARAMS: dict[str, type[ctypes.Structure]] = {
     CAUSAL_CONV1D.op_type: CausalConv1dParams,

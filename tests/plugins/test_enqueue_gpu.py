@@ -16,7 +16,7 @@ from tests.plugins.plugin_ops import (
     specialization_of_case,
 )
 from trtllm_replayssm.contract.geometry import ActivationDtype
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization
+from trtllm_replayssm.plugins.specializations import CausalConv1dSpecialization
 
 pytestmark = pytest.mark.gpu
 

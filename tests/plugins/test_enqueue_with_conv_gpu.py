@@ -11,8 +11,8 @@ from tests.ops.driver import Row, bits, drive
 from tests.plugins.plugin_ops import device_image, mamba2_specialization
 from tests.plugins.with_conv_driver import WithConvDriver, specialization_with_conv
 from trtllm_replayssm import ops
-from trtllm_replayssm.plugins import kernel_image, loader, pipeline_shape
-from trtllm_replayssm.plugins.specialize import CONV_PREFIX
+from trtllm_replayssm.plugins import kernel_image, loader
+from trtllm_replayssm.plugins.specializations import CONV_PREFIX, PIPELINE_ARCHITECTURES
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def driver_of(
 
 def image_of_one_launch(case: Mamba2Case) -> bytes:
     """Return an image without the convolution's steps, so that a step in two launches is refused."""
-    if loader.device_architecture(torch.cuda.current_device()) not in pipeline_shape.ARCHITECTURES:
+    if loader.device_architecture(torch.cuda.current_device()) not in PIPELINE_ARCHITECTURES:
         pytest.skip("this device has no step that convolves")
     constants, entries = kernel_image.unpack(device_image(specialization_with_conv(case, 4)))
     steps = {CONV_PREFIX + role for role in ("step", "one_token_step")}

@@ -18,7 +18,7 @@ from tests.plugins.plugin_ops import PluginMamba2Driver, mamba2_specialization
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.plugin_io import MAMBA2_WITH_CONV
 from trtllm_replayssm.plugins.layouts import split_projection
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
+from trtllm_replayssm.plugins.specializations import Mamba2WithConvSpecialization
 
 InTurn = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 

@@ -132,7 +132,7 @@ def test_when_the_first_sequence_ends_before_its_prompt_has_run_the_next_one_run
         expected = [completion.token_ids for completion in llm.generate(prompt, rules).outputs]
         recorder = MetricsRecorder(llm.geometry, llm.replay, is_conventional=False)
         loop = DecodeLoop(llm._executor, NoDrafter(), llm.limits, recorder)
-        (requests,) = llm._desk.requests([tuple(prompt)], [rules], 0)
+        (requests,) = llm._intake._desk.requests([tuple(prompt)], [rules], 0)
         for request in requests:
             loop.add(request)
         loop.step()

@@ -11,7 +11,7 @@ from trtllm_replayssm.bench.shapes import SHAPES, Family, check_kernels, parse_s
 from trtllm_replayssm.contract import defaults, flush_cycle, protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, RecurrenceGeometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.errors import ConfigError
-from trtllm_replayssm.plugins.specialize import MAX_ROWS
+from trtllm_replayssm.plugins.specializations import MAX_ROWS
 
 BATCH_SIZES: Final = (1, 8, 32, 128, 512)
 STATE_DTYPES: Final[tuple[StateDtype, ...]] = ("float32", "bfloat16")

@@ -12,8 +12,11 @@ from trtllm_replayssm.contract.geometry import (
     ReplayGeometry,
 )
 from trtllm_replayssm.errors import ConfigError
-from trtllm_replayssm.plugins.specialize import CausalConv1dSpecialization, Mamba2Specialization
-from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
+from trtllm_replayssm.plugins.specializations import (
+    CausalConv1dSpecialization,
+    GatedDeltaNetSpecialization,
+    Mamba2Specialization,
+)
 
 Family = Literal["mamba2", "gdn"]
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -23,8 +23,8 @@ from trtllm_replayssm.cli.kv_cache_option import (
     TokensPerBlock,
     kv_cache_config,
 )
-from trtllm_replayssm.cli.model_options import CheckpointDir, Device
-from trtllm_replayssm.cli.run_output import print_growing, print_numbers, print_output, record
+from trtllm_replayssm.cli.model_options import CheckpointDir, Device, given
+from trtllm_replayssm.cli.run_output import print_growing, print_results
 from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SamplingParams
 from trtllm_replayssm.contract import defaults
@@ -194,11 +194,11 @@ def command(
         guided_decoding=guided_decoding(guided_json, guided_regex, guided_grammar, is_json_object=guided_json_object),
     )
     drafts = speculative_config(speculative, max_draft_len, speculative_model, is_fixed=fixed_draft_len)
-    wishes = {
-        "history": None if history is None else parse_history(history),
-        "state_dtype": state_dtype,
-        "enabled": False if conventional else None,
-    }
+    replay = given(
+        history=None if history is None else parse_history(history),
+        state_dtype=state_dtype,
+        enabled=False if conventional else None,
+    )
     cache = kv_cache_config(
         free_gpu_memory_fraction=free_gpu_memory_fraction,
         enable_block_reuse=enable_block_reuse,
@@ -206,7 +206,6 @@ def command(
         device_cache_size=device_cache_size,
         host_cache_size=host_cache_size,
     )
-    replay = ReplayConfig(**{name: wish for name, wish in wishes.items() if wish is not None})  # type: ignore[arg-type]
     from trtllm_replayssm.runtime.llm import LLM
 
     llm = LLM(
@@ -217,32 +216,18 @@ def command(
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens,
-        replay=replay,
+        replay=ReplayConfig(**replay),
         kv_cache_config=cache,
         speculative_config=drafts,
         checkpoint_dir=checkpoint_dir,
         cuda_graph_config=None if eager else CudaGraphConfig(),
     )
-    is_text = llm.tokenizer is not None
     if streaming:
-        print_growing(llm.generate_async(prompts[0], params, streaming=True), is_text=is_text)
+        print_growing(llm.generate_async(prompts[0], params, streaming=True), is_text=llm.tokenizer is not None)
         outputs = []
     else:
         outputs = llm.generate(prompts, params)
-    ran = {"executor": llm.executor, "device": llm.device, "history": llm.replay.history}
-    if as_json:
-        result: dict[str, Any] = {"outputs": [record(output) for output in outputs], **ran}
-        result |= {"metrics": llm.metrics()} if metrics else {}
-        result |= {"memory": llm.memory_plan.model_dump()} if memory else {}
-        print(json.dumps(result, ensure_ascii=False))
-        return
-    for number, output in enumerate(outputs):
-        print_output(number, output, is_text=is_text)
-    if metrics:
-        print_numbers("metrics", {**ran, **llm.metrics()})
-    if memory:
-        plan = llm.memory_plan
-        print_numbers("memory, bytes", {**plan.parts(), "total": plan.total})
+    print_results(outputs, llm, as_json=as_json, with_metrics=metrics, with_memory=memory)
 
 
 def read_prompts(texts: Sequence[str], input_file: Path | None) -> "list[Prompt]":

@@ -1,29 +1,34 @@
 """What ``run`` prints: outputs as text or as records, one while it grows, and numbers."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtllm_replayssm.runtime.outputs import CompletionOutput, RequestOutput
 
-
-def record(output: RequestOutput) -> dict[str, Any]:
-    """Return an output for JSON: without what only an iteration over a growing one has."""
-    made = asdict(output)
-    for completion in made["outputs"]:
-        del completion["num_seen_characters"], completion["num_seen_tokens"]
-    return made
+if TYPE_CHECKING:
+    from trtllm_replayssm.runtime.llm import LLM
 
 
-def print_output(number: int, output: RequestOutput, *, is_text: bool) -> None:
-    """Print a prompt and its sequences; without a tokenizer these are token ids."""
-    _print_prompt(number, output)
-    for completion in output.outputs:
-        name = f"{number}" if len(output.outputs) == 1 else f"{number}.{completion.index}"
-        if is_text:
-            print(f"--- completion {name}, {_ending(completion)}\n{completion.text}")
-        else:
-            print(f"--- completion {name}, token ids, {_ending(completion)}\n{_joined(completion.token_ids)}")
+def print_results(
+    outputs: Sequence[RequestOutput], llm: "LLM", *, as_json: bool, with_metrics: bool, with_memory: bool
+) -> None:
+    """Print whole outputs, and what was counted and taken where that is wanted."""
+    ran = {"executor": llm.executor, "device": llm.device, "history": llm.replay.history}
+    if as_json:
+        result: dict[str, Any] = {"outputs": [_record(output) for output in outputs], **ran}
+        result |= {"metrics": llm.metrics()} if with_metrics else {}
+        result |= {"memory": llm.memory_plan.model_dump()} if with_memory else {}
+        print(json.dumps(result, ensure_ascii=False))
+        return
+    for number, output in enumerate(outputs):
+        _print_output(number, output, is_text=llm.tokenizer is not None)
+    if with_metrics:
+        _print_numbers("metrics", {**ran, **llm.metrics()})
+    if with_memory:
+        plan = llm.memory_plan
+        _print_numbers("memory, bytes", {**plan.parts(), "total": plan.total})
 
 
 def print_growing(outputs: Iterable[RequestOutput], *, is_text: bool) -> None:
@@ -40,7 +45,26 @@ def print_growing(outputs: Iterable[RequestOutput], *, is_text: bool) -> None:
     print(f"\n--- {_ending(completion)}")
 
 
-def print_numbers(title: str, numbers: Mapping[str, object]) -> None:
+def _record(output: RequestOutput) -> dict[str, Any]:
+    """Return an output for JSON: without what only an iteration over a growing one has."""
+    made = asdict(output)
+    for completion in made["outputs"]:
+        del completion["num_seen_characters"], completion["num_seen_tokens"]
+    return made
+
+
+def _print_output(number: int, output: RequestOutput, *, is_text: bool) -> None:
+    """Print a prompt and its sequences; without a tokenizer these are token ids."""
+    _print_prompt(number, output)
+    for completion in output.outputs:
+        name = f"{number}" if len(output.outputs) == 1 else f"{number}.{completion.index}"
+        if is_text:
+            print(f"--- completion {name}, {_ending(completion)}\n{completion.text}")
+        else:
+            print(f"--- completion {name}, token ids, {_ending(completion)}\n{_joined(completion.token_ids)}")
+
+
+def _print_numbers(title: str, numbers: Mapping[str, object]) -> None:
     """Print names and values, one a line."""
     print(f"--- {title}")
     width = max(len(name) for name in numbers)

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,7 +15,7 @@ from trtllm_replayssm.cli.kv_cache_option import (
     TokensPerBlock,
     kv_cache_config,
 )
-from trtllm_replayssm.cli.model_options import CheckpointDir, Device
+from trtllm_replayssm.cli.model_options import CheckpointDir, Device, given
 from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SchedulerConfig
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
@@ -119,7 +119,7 @@ def command(
         send_timeout_s=send_timeout_s,
         shutdown_timeout_s=shutdown_timeout_s,
     )
-    replay = _given(history=None if history is None else parse_history(history), state_dtype=state_dtype)
+    replay = given(history=None if history is None else parse_history(history), state_dtype=state_dtype)
     cache = kv_cache_config(
         free_gpu_memory_fraction=free_gpu_memory_fraction,
         enable_block_reuse=enable_block_reuse,
@@ -150,10 +150,6 @@ def command(
         )
         with llm:
             server.serve(Service(llm, settings, template), listener)
-
-
-def _given(**wishes: Any) -> dict[str, Any]:
-    return {name: wish for name, wish in wishes.items() if wish is not None}
 
 
 def _read_keys(file: Path | None) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """The options of speculation, which depend on where the drafts come from."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from trtllm_replayssm.cli.model_options import given
 from trtllm_replayssm.config import (
     DecodingConfig,
     DraftTargetDecodingConfig,
@@ -43,11 +44,9 @@ def speculative_config(
     Raises:
         ConfigError: options that do not go together.
     """
+    wishes = given(max_draft_len=max_draft_len, speculative_model=speculative_model)
     if source is None:
-        given = {"max_draft_len": max_draft_len, "speculative_model": speculative_model}
-        names = [name for name, value in given.items() if value is not None]
-        names += ["fixed_draft_len"] if is_fixed else []
-        if names:
+        if names := [*wishes, *(["fixed_draft_len"] if is_fixed else [])]:
             raise ConfigError(f"{', '.join(names)}: found without --speculative; needed both or neither.")
         return None
     if (source == "draft") != (speculative_model is not None):
@@ -56,7 +55,6 @@ def speculative_config(
             f"speculative_model: found {found} with --speculative {source}; needed it with --speculative draft, and "
             f"there alone."
         )
-    wishes: dict[str, Any] = {"max_draft_len": max_draft_len, "speculative_model": speculative_model}
-    made = _CONFIGS[source](adaptive=not is_fixed, **{name: wish for name, wish in wishes.items() if wish is not None})
+    made = _CONFIGS[source](adaptive=not is_fixed, **wishes)
     assert isinstance(made, NGramDecodingConfig | MTPDecodingConfig | DraftTargetDecodingConfig)
     return made

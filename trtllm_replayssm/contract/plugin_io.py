@@ -20,8 +20,7 @@ class PluginIO:
     Attributes:
         op_type: creator name and ONNX op_type.
         inputs: names of the inputs, in order.
-        outputs: names of the outputs, in order.
-        aliases: output index -> index of the input that it shares an address with.
+        outputs: names of the outputs, in order: the result, and the states, each named as its input.
         result_source: index of the input whose type output 0 has, the only one that is no state.
         result_axes: of each dimension of output 0, an input and its axis that have the same size; empty where the shape
             is that of result_source.
@@ -32,10 +31,14 @@ class PluginIO:
     op_type: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    aliases: dict[int, int]
     int_fields: tuple[str, ...]
     result_source: int = 0
     result_axes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Output index -> index of the input that it shares an address with: of every state."""
+        return {k: self.inputs.index(name) for k, name in enumerate(self.outputs) if k > 0}
 
     def source(self, output: int) -> int:
         """Return the index of the input that an output has its type from; a state has its shape, too."""
@@ -48,11 +51,15 @@ class PluginIO:
         return tuple(input_shapes[source][axis] for source, axis in self.result_axes)
 
 
+_LENGTHS = ("past_lengths", "checkpoint_lengths", "num_tokens", "slot_ids")
+_MAMBA2_CONSTANTS = ("A", "D", "dt_bias")
+_MAMBA2_STATES = ("ssm_state", "x_ring", "B_ring", "dt_ring")
+_GATED_DELTA_NET_STATES = ("ssm_state", "k_ring", "u_ring", "g_ring")
+
 CAUSAL_CONV1D = PluginIO(
     op_type="ReplayCausalConv1d",
     inputs=("x", "weight", "bias", "conv_ring", "past_lengths", "num_tokens", "slot_ids"),
     outputs=("y", "conv_ring"),
-    aliases={1: 3},
     int_fields=("activation",),
 )
 """x [B,S,D]; weight [D,K]; bias [D]; conv_ring [slots,R_conv,D]; lengths and ids int32 [B].
@@ -60,25 +67,8 @@ activation: 0 none, 1 silu."""
 
 MAMBA2 = PluginIO(
     op_type="ReplayMamba2",
-    inputs=(
-        "x",
-        "dt",
-        "B",
-        "C",
-        "A",
-        "D",
-        "dt_bias",
-        "ssm_state",
-        "x_ring",
-        "B_ring",
-        "dt_ring",
-        "past_lengths",
-        "checkpoint_lengths",
-        "num_tokens",
-        "slot_ids",
-    ),
-    outputs=("y", "ssm_state", "x_ring", "B_ring", "dt_ring"),
-    aliases={1: 7, 2: 8, 3: 9, 4: 10},
+    inputs=("x", "dt", "B", "C", *_MAMBA2_CONSTANTS, *_MAMBA2_STATES, *_LENGTHS),
+    outputs=("y", *_MAMBA2_STATES),
     int_fields=("history", "max_draft_len"),
 )
 """x, y [B,S,H,P]; dt [B,S,H]; B, C [B,S,G,N]; A, D, dt_bias [H] fp32; ssm_state [slots,H,P,N]; x_ring [slots,R,H,P];
@@ -87,25 +77,8 @@ activation type."""
 
 GATED_DELTA_NET = PluginIO(
     op_type="ReplayGatedDeltaNet",
-    inputs=(
-        "q",
-        "k",
-        "v",
-        "a",
-        "b",
-        "A_log",
-        "dt_bias",
-        "ssm_state",
-        "k_ring",
-        "u_ring",
-        "g_ring",
-        "past_lengths",
-        "checkpoint_lengths",
-        "num_tokens",
-        "slot_ids",
-    ),
-    outputs=("o", "ssm_state", "k_ring", "u_ring", "g_ring"),
-    aliases={1: 7, 2: 8, 3: 9, 4: 10},
+    inputs=("q", "k", "v", "a", "b", "A_log", "dt_bias", *_GATED_DELTA_NET_STATES, *_LENGTHS),
+    outputs=("o", *_GATED_DELTA_NET_STATES),
     int_fields=("history", "max_draft_len"),
     result_source=2,
 )
@@ -115,26 +88,8 @@ the k ring have the activation type."""
 
 MAMBA2_WITH_CONV = PluginIO(
     op_type="ReplayMamba2WithConv",
-    inputs=(
-        "xBC",
-        "dt",
-        "conv_weight",
-        "conv_bias",
-        "conv_ring",
-        "A",
-        "D",
-        "dt_bias",
-        "ssm_state",
-        "x_ring",
-        "B_ring",
-        "dt_ring",
-        "past_lengths",
-        "checkpoint_lengths",
-        "num_tokens",
-        "slot_ids",
-    ),
-    outputs=("y", "conv_ring", "ssm_state", "x_ring", "B_ring", "dt_ring"),
-    aliases={1: 4, 2: 8, 3: 9, 4: 10, 5: 11},
+    inputs=("xBC", "dt", "conv_weight", "conv_bias", "conv_ring", *_MAMBA2_CONSTANTS, *_MAMBA2_STATES, *_LENGTHS),
+    outputs=("y", "conv_ring", *_MAMBA2_STATES),
     int_fields=("history", "max_draft_len"),
     result_axes=((0, 0), (0, 1), (1, 2), (8, 2)),
 )

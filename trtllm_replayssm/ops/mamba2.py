@@ -9,23 +9,30 @@ from trtllm_replayssm.ops.reference.slots import Cursors
 
 _OP = "ops.mamba2"
 
+WEIGHT_TABLE = (
+    checks.Argument("A", ("H",), "float32"),
+    checks.Argument("D", ("H",), "float32"),
+    checks.Argument("dt_bias", ("H",), "float32"),
+)
+POOL_TABLE = (
+    checks.Argument("ssm_state", ("slots", "H", "P", "N"), "state", is_written=True),
+    checks.Argument("x_ring", ("slots", "R", "H", "P"), "activation", is_written=True),
+    checks.Argument("B_ring", ("slots", "R", "G", "N"), "activation", is_written=True),
+    checks.Argument("dt_ring", ("slots", "R", "H"), "float32", is_written=True),
+)
+
 INPUT_TABLE = (
     checks.Argument("x", ("batch", "S", "H", "P"), "activation"),
     checks.Argument("dt", ("batch", "S", "H"), "activation or float32"),
     checks.Argument("B", ("batch", "S", "G", "N"), "activation"),
     checks.Argument("C", ("batch", "S", "G", "N"), "activation"),
-    checks.Argument("A", ("H",), "float32"),
-    checks.Argument("D", ("H",), "float32"),
-    checks.Argument("dt_bias", ("H",), "float32"),
+    *WEIGHT_TABLE,
 )
 """What a Mamba-2 layer computes with, replayed or not."""
 
 _TABLE = (
     *INPUT_TABLE,
-    checks.Argument("ssm_state", ("slots", "H", "P", "N"), "state", is_written=True),
-    checks.Argument("x_ring", ("slots", "R", "H", "P"), "activation", is_written=True),
-    checks.Argument("B_ring", ("slots", "R", "G", "N"), "activation", is_written=True),
-    checks.Argument("dt_ring", ("slots", "R", "H"), "float32", is_written=True),
+    *POOL_TABLE,
     *checks.per_row("past_lengths", "checkpoint_lengths", "num_tokens", "slot_ids"),
 )
 

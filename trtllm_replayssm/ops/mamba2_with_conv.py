@@ -6,7 +6,7 @@ from torch import Tensor
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.ops import checks
 from trtllm_replayssm.ops.causal_conv1d import causal_conv1d
-from trtllm_replayssm.ops.mamba2 import mamba2
+from trtllm_replayssm.ops.mamba2 import POOL_TABLE, WEIGHT_TABLE, mamba2
 from trtllm_replayssm.plugins.layouts import split_projection
 
 _OP = "ops.mamba2_with_conv"
@@ -17,13 +17,8 @@ _TABLE = (
     checks.Argument("conv_weight", ("conv_dim", "d_conv"), "activation"),
     checks.Argument("conv_bias", ("conv_dim",), "activation", is_optional=True),
     checks.Argument("conv_ring", ("slots", "R_conv", "conv_dim"), "activation", is_written=True),
-    checks.Argument("A", ("H",), "float32"),
-    checks.Argument("D", ("H",), "float32"),
-    checks.Argument("dt_bias", ("H",), "float32"),
-    checks.Argument("ssm_state", ("slots", "H", "P", "N"), "state", is_written=True),
-    checks.Argument("x_ring", ("slots", "R", "H", "P"), "activation", is_written=True),
-    checks.Argument("B_ring", ("slots", "R", "G", "N"), "activation", is_written=True),
-    checks.Argument("dt_ring", ("slots", "R", "H"), "float32", is_written=True),
+    *WEIGHT_TABLE,
+    *POOL_TABLE,
     *checks.per_row("past_lengths", "checkpoint_lengths", "num_tokens", "slot_ids"),
 )
 

@@ -3,8 +3,6 @@
 import logging
 import os
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,14 +22,14 @@ from trtllm_replayssm.config import (
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import MemoryPlan
 from trtllm_replayssm.errors import ConfigError, RequestError
-from trtllm_replayssm.runtime import prompts as prompt_desk
 from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.handle import RequestHandle
+from trtllm_replayssm.runtime.intake import Intake
 from trtllm_replayssm.runtime.metrics import Latencies, MetricsRecorder
 from trtllm_replayssm.runtime.opening import ExecutorName, open_executor
 from trtllm_replayssm.runtime.outputs import RequestOutput
-from trtllm_replayssm.runtime.prompts import Inputs, PlainPrompt, Prompt, PromptDesk
+from trtllm_replayssm.runtime.prompts import Inputs, Prompt, PromptDesk, as_list, params_for
 from trtllm_replayssm.runtime.serving_loop import make_serving_loop
 from trtllm_replayssm.runtime.speculative import factory
 from trtllm_replayssm.runtime.speculative.base import Drafter, ModelDrafter, NoDrafter
@@ -156,11 +154,9 @@ class LLM:
         self._name, self._executor, self._drafter = name, executor, drafter
         beside = {"prefix_cache": cache.prefix_device_bytes, "drafter": factory.device_bytes(drafter)}
         self._memory_plan = executor.memory_plan.model_copy(update=beside)
-        self._desk = PromptDesk(self.geometry, self._limits, self._tokenizer)
         self._recorder = MetricsRecorder(self.geometry, executor.replay, is_conventional=executor.is_conventional)
         self._serving = make_serving_loop(executor, drafter, self._limits, self._recorder, scheduling, cache)
-        self._next_id = 0
-        self._lock = threading.Lock()
+        self._intake = Intake(PromptDesk(self.geometry, self._limits, self._tokenizer), self._serving)
         # Also when nobody closes it, and when Python ends.
         self._finalizer = weakref.finalize(self, self._serving.close)
 
@@ -262,9 +258,9 @@ class LLM:
             ReplaySSMError: what ended a request; the others have run to their ends. ``generate_async`` gives each its
                 own.
         """
-        prompts, is_single = prompt_desk.as_list(inputs)
-        params = prompt_desk.params_for(len(prompts), sampling_params)
-        handles = self._queue(prompts, params)
+        prompts, is_single = as_list(inputs)
+        params = params_for(len(prompts), sampling_params)
+        handles = self._intake.queue(prompts, params, self)
         try:
             with _progress_bar(sum(len(handle.sequences) for handle in handles), use_tqdm) as bar:
                 for handle in handles:
@@ -305,12 +301,14 @@ class LLM:
             ExecutorError: a step of the model has failed before.
             CapacityError: the process can have no thread for the steps.
         """
-        prompts, is_single = prompt_desk.as_list(inputs)
+        prompts, is_single = as_list(inputs)
         if not is_single:
             raise RequestError(f"inputs: found a list of {len(prompts)} prompts; needed one. Call once for each.")
-        priority, timeout_s = prompt_desk.schedule(priority, timeout_s)
-        params = prompt_desk.params_for(1, sampling_params)
-        return self._queue(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)[0]
+        params = params_for(1, sampling_params)
+        (handle,) = self._intake.queue(
+            prompts, params, self, streaming=streaming, priority=priority, timeout_s=timeout_s
+        )
+        return handle
 
     def submit(
         self,
@@ -325,10 +323,9 @@ class LLM:
 
         Prompts and rules are given as for ``generate``, the rest as for ``generate_async``, whose errors it raises.
         """
-        prompts, _ = prompt_desk.as_list(inputs)
-        priority, timeout_s = prompt_desk.schedule(priority, timeout_s)
-        params = prompt_desk.params_for(len(prompts), sampling_params)
-        return self._queue(prompts, params, streaming=streaming, priority=priority, timeout_s=timeout_s)
+        prompts, _ = as_list(inputs)
+        params = params_for(len(prompts), sampling_params)
+        return self._intake.queue(prompts, params, self, streaming=streaming, priority=priority, timeout_s=timeout_s)
 
     def metrics(self) -> dict[str, Any]:
         """Return what all requests did so far; ``runtime.metrics.Counters`` explains the keys.
@@ -359,31 +356,6 @@ class LLM:
 
     shutdown = close
     """TensorRT-LLM's name for it."""
-
-    def _queue(
-        self,
-        prompts: Sequence[PlainPrompt],
-        params: Sequence[SamplingParams],
-        *,
-        streaming: bool = False,
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> list[RequestHandle]:
-        count = sum(rules.n for rules in params)
-        self._serving.check_room(count)  # before so many are made
-        now = time.perf_counter()
-        with self._lock:  # of the numbers alone: tokenising takes its time
-            first_id = self._next_id
-            self._next_id += count
-        handles = []
-        for sequences in self._desk.requests(prompts, params, first_id):
-            for request in sequences:
-                request.priority, request.arrived_s = priority, now
-                request.deadline_s = None if timeout_s is None else now + timeout_s
-            # The worker has the handle and this the LLM, which is therefore not collected before the request has ended.
-            handles.append(RequestHandle(sequences, is_streaming=streaming, abort=self._serving.abort, owner=self))
-        self._serving.submit(handles)
-        return handles
 
 
 def _path(name: str, value: object) -> Path:

@@ -4,7 +4,7 @@
 // Within a chunk the recurrence is one triangular system: its inverse gives all u of the chunk from what the state before
 // it says of the keys; with u, outputs and the state behind the chunk are plain sums. Solver warps prepare the inverse
 // and all else that does not depend on the state, some chunks ahead (chunked/solve.cuh); state warps follow, each with
-// its columns (chunked/state.cuh, updates.cuh, outputs.cuh). plugins/chunk_shape_gated_delta_net.py chooses the numbers
+// its columns (chunked/state.cuh, updates.cuh, outputs.cuh). plugins/specializations/gated_delta_net_chunks.py chooses the numbers
 // and says which shapes this kernel is for. Tensors: params.h.
 // What reaches the state is as exact as fp32, by operands in bfloat16 parts; outputs and checkpoint are rounded once.
 // Ring rows are not written: afterwards nothing is pending.

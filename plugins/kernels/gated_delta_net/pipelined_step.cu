@@ -3,7 +3,7 @@
 //
 // A loader warp takes chunks of work for all. A producer thread brings their state tiles to shared memory, loader warps
 // their token rows; the coefficient warps turn gates, keys and queries into weights and append k and g to the rings; the
-// consumer warps fold, find u and outputs, and append u. plugins/pipeline_shape_gated_delta_net.py chooses the numbers,
+// consumer warps fold, find u and outputs, and append u. plugins/specializations/gated_delta_net_pipeline.py chooses the numbers,
 // and says which shapes this kernel is for; the launch says which layouts. Tensors: params.h, here with q, k and v in
 // 16-byte pieces and the heads of v as neighbours. Numbers are as exact as in step.cu, to about 2^-20 of what a key
 // reads; sums are fp32.

@@ -3,7 +3,7 @@
 //
 // Within a chunk all tokens are computed at once: outputs from the state before the chunk and from the weighted x of
 // the chunk's own tokens, then the state behind it (mamba2/chunked/*). The next chunk is copied meanwhile.
-// plugins/chunk_shape.py chooses the numbers and says which shapes this kernel is for. Tensors: params.h.
+// plugins/specializations/mamba2_chunks.py chooses the numbers and says which shapes this kernel is for. Tensors: params.h.
 // Operands are split into bfloat16 parts where they would lose bits that count, sums are fp32; outputs and checkpoint
 // are rounded once. Ring rows are not written: afterwards nothing is pending.
 #include "common/dependent_launch.cuh"

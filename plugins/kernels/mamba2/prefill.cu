@@ -6,7 +6,7 @@
 #include "common/dependent_launch.cuh"
 #include "mamba2/scan.cuh"
 
-static_assert(2 * replay::ChunkShared::BYTES == DYNAMIC_SHARED_BYTES, "specialize.py counts shared memory differently");
+static_assert(2 * replay::ChunkShared::BYTES == DYNAMIC_SHARED_BYTES, "specializations/mamba2.py counts shared memory differently");
 static_assert(CHUNK_SIZE <= BLOCK_THREADS, "every token of a chunk has a thread for its dt");
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)

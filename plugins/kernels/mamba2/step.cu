@@ -9,7 +9,7 @@
 #include "mamba2/weights.cuh"
 #include "mamba2/window.cuh"
 
-static_assert(replay::StepShared::BYTES == DYNAMIC_SHARED_BYTES, "specialize.py counts shared memory differently");
+static_assert(replay::StepShared::BYTES == DYNAMIC_SHARED_BYTES, "specializations/mamba2.py counts shared memory differently");
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
     replay_mamba2_step(const __grid_constant__ Mamba2Params params) {

@@ -1,6 +1,7 @@
 """Tensors -> requests, results -> tensors, settings and configurations, without a server."""
 
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from trtllm_replayssm.serving.triton.model import device_of, status_of
 from trtllm_replayssm.serving.triton.pbtxt import Comment, Name, render
 from trtllm_replayssm.serving.triton.repository import Instances, write_model
 from trtllm_replayssm.serving.triton.requests import GenerationRequest, read_request
-from trtllm_replayssm.serving.triton.responses import ResponseWriter
+from trtllm_replayssm.serving.triton.responses import response_tensors
 from trtllm_replayssm.serving.triton.settings import ModelSettings
 
 ALL = frozenset(field.name for field in OUTPUTS)
@@ -112,12 +113,16 @@ def output(*texts: str, reason: FinishReason | None = None) -> RequestOutput:
     return RequestOutput(0, "p:", [1, 2], sequences, finished=reason is not None)
 
 
+def iteration(*outputs: RequestOutput) -> list[RequestOutput]:
+    return [outputs[0], *(new.since(before) for before, new in pairwise(outputs))]
+
+
 def test_pieces_add_up_to_the_whole() -> None:
     asked = request(
         text_input="p:", num_return_sequences=2, temperature=1.0, return_log_probs=True, return_num_output_tokens=True
     )
-    writer = ResponseWriter(asked, ALL)
-    pieces = [writer.tensors(o) for o in (output("a", ""), output("abc", "x"), output("abcd", "xyz", reason="stop"))]
+    outputs = iteration(output("a", ""), output("abc", "x"), output("abcd", "xyz", reason="stop"))
+    pieces = [response_tensors(item, asked, ALL) for item in outputs]
     joined = [b"".join(piece["text_output"][0, index] for piece in pieces) for index in range(2)]
     assert joined == [b"abcd", b"xyz"]
     assert [piece["sequence_length"].tolist() for piece in pieces] == [[[1, 0]], [[2, 1]], [[1, 2]]]
@@ -130,8 +135,8 @@ def test_pieces_add_up_to_the_whole() -> None:
 
 def test_the_prompt_comes_once_and_only_what_is_wanted() -> None:
     asked = request(text_input="p:", exclude_input_in_output=False)
-    writer = ResponseWriter(asked, {"text_output"})
-    pieces = [writer.tensors(o) for o in (output(""), output("a"), output("ab", reason="length"))]
+    outputs = iteration(output(""), output("a"), output("ab", reason="length"))
+    pieces = [response_tensors(item, asked, {"text_output"}) for item in outputs]
     assert [piece["text_output"].tolist() for piece in pieces] == [[[b""]], [[b"p:a"]], [[b"b"]]]
     assert all(set(piece) == {"text_output"} for piece in pieces)
 

@@ -4,15 +4,21 @@ import re
 import reprlib
 from typing import TYPE_CHECKING, Any
 
-from trtllm_replayssm.errors import CapacityError, ExecutorError, QueueFullError, ReplaySSMError, ShutdownError
+from trtllm_replayssm.errors import (
+    CapacityError,
+    ExecutorError,
+    QueueFullError,
+    ReplaySSMError,
+    ShutdownError,
+    problem_text,
+)
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
 _SHOWN_PROBLEMS = 3
 _MAX_MESSAGE = 2000
-# pydantic's words for a rule, and for JSON's objects.
-_SHOULD = re.compile("^(Input should be|(List|String) should have)")
+# pydantic's words for JSON's objects.
 _PYTHON_OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
@@ -99,25 +105,19 @@ def shutting_down(retry_after_s: int | None) -> ApiError:
 
 def unreadable(error: "ValidationError") -> ApiError:
     """Return the error of a body whose keys or values are wrong: the first few, shortened."""
-    problems = error.errors(include_url=False, include_context=False)
-    texts = [_problem_text(problem) for problem in problems[:_SHOWN_PROBLEMS]]
+    problems = error.errors(include_url=False)
+    texts = [
+        problem_text(
+            problem | {"msg": _PYTHON_OBJECT.sub("an object", problem["msg"])},
+            shown=shown,
+            unknown="found a parameter that this server does not know; needed one that it does, or none",
+        )
+        for problem in problems[:_SHOWN_PROBLEMS]
+    ]
     if len(problems) > _SHOWN_PROBLEMS:
         texts.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
     where = problems[0]["loc"]
-    return invalid("; ".join(texts) + ".", param=reprlib.repr(where[0])[1:-1] if where else None)
-
-
-def _problem_text(problem: Any) -> str:
-    where = ".".join(reprlib.repr(part).strip("'") for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: found a parameter that this server does not know; needed one that it does, or none"
-    if problem["type"] == "missing":
-        return f"{where}: found nothing; needed a value"
-    needed = _SHOULD.sub("needed", problem["msg"].removeprefix("Value error, "))
-    if problem["type"] == "value_error":  # a check of ours, which says what was found
-        return f"{where}: {needed}" if where else needed
-    needed = _PYTHON_OBJECT.sub("an object", needed)
-    return f"{where}: found {shown(problem['input'])}; {needed}"
+    return invalid("; ".join(texts) + ".", param=shown(where[0]).strip("'") if where else None)
 
 
 def shown(value: object) -> str:

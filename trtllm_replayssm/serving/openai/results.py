@@ -31,7 +31,7 @@ class TokenTexts:
 
 
 class Choice:
-    """One sequence of a request, of which a stream's client has seen a part.
+    """One sequence of a request, as a whole or in a stream's pieces.
 
     Args:
         index: among the request's.
@@ -59,8 +59,6 @@ class Choice:
         self._num_top = num_top
         self._echo = echo
         self._returns_token_ids = returns_token_ids
-        self._num_characters = 0
-        self._num_tokens = 0
         self._is_ended = False
         tokenizer = texts.tokenizer
         # Follows the sequence to tell where in the text each token begins.
@@ -82,15 +80,11 @@ class Choice:
         return self._bare({"text": self._echo}) if self._echo else None
 
     def delta(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Return what is new since the last call; None for nothing."""
-        text = completion.text[self._num_characters :]
-        reason = completion.finish_reason
-        has_tokens = len(completion.token_ids) > self._num_tokens and (
-            self._num_top is not None or self._returns_token_ids
-        )
+        """Return what an item of a handle's iteration has for the first time; None for nothing."""
+        text, reason = completion.text_diff, completion.finish_reason
+        has_tokens = bool(completion.token_ids_diff) and (self._num_top is not None or self._returns_token_ids)
         if self._is_ended or not (text or reason or has_tokens):
             return None
-        self._num_characters += len(text)
         self._is_ended = reason is not None
         return self._entry(
             {"delta": {"content": text} if text else {}} if self._is_chat else {"text": text}, completion, reason
@@ -101,13 +95,12 @@ class Choice:
 
     def _entry(self, content: dict[str, Any], completion: CompletionOutput, reason: str | None) -> dict[str, Any]:
         """Return a choice with the tokens that the client has not seen."""
-        start, self._num_tokens = self._num_tokens, len(completion.token_ids)
-        tokens = completion.token_ids[start:]
+        tokens = completion.token_ids_diff
         entry = {"index": self.index, **content, "logprobs": None, "finish_reason": reason}
         if reason == "stop":
             entry["stop_reason"] = completion.stop_reason
-        if completion.logprobs is not None:
-            entry["logprobs"] = self._logprobs(tokens, completion.logprobs[start:])
+        if completion.logprobs_diff is not None:
+            entry["logprobs"] = self._logprobs(tokens, completion.logprobs_diff)
         return entry | ({"token_ids": tokens} if self._returns_token_ids else {})
 
     def _logprobs(self, tokens: Sequence[int], found: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:

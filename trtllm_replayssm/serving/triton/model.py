@@ -27,7 +27,7 @@ from trtllm_replayssm.runtime.handle import RequestHandle
 from trtllm_replayssm.serving.triton.fields import check_declared
 from trtllm_replayssm.serving.triton.metrics import TritonMetrics
 from trtllm_replayssm.serving.triton.requests import GenerationRequest, read_request
-from trtllm_replayssm.serving.triton.responses import ResponseWriter
+from trtllm_replayssm.serving.triton.responses import response_tensors
 from trtllm_replayssm.serving.triton.settings import ModelSettings
 
 _LOGGER = logging.getLogger(__name__)
@@ -76,11 +76,11 @@ class ReplayModel:
             try:
                 # Triton lends the input tensors for the time of this call.
                 asked = self._read(request)
-                writer = ResponseWriter(asked, frozenset(request.requested_output_names()))
+                wanted = frozenset(request.requested_output_names())
             except Exception as error:  # noqa: BLE001 - it is this request's own, and the others are to be taken in
                 self._fail(sender, error)
                 continue
-            asyncio.run_coroutine_threadsafe(self._answer(sender, asked, writer), self._loop)
+            asyncio.run_coroutine_threadsafe(self._answer(sender, asked, wanted), self._loop)
 
     def is_ready(self) -> bool:
         """Say whether requests are taken; Triton asks where its Python backend knows this function."""
@@ -113,7 +113,7 @@ class ReplayModel:
             )
         return asked
 
-    async def _answer(self, sender: Any, asked: GenerationRequest, writer: ResponseWriter) -> None:
+    async def _answer(self, sender: Any, asked: GenerationRequest, wanted: frozenset[str]) -> None:
         self._num_unanswered += 1
         handle: RequestHandle | None = None
         try:
@@ -126,10 +126,7 @@ class ReplayModel:
                 timeout_s=asked.timeout_s,
             )
             self._open[handle.request_id] = (handle, sender)
-            if asked.streaming:
-                await self._stream(sender, handle, writer)
-            else:
-                await self._send_last(sender, handle, writer)
+            await self._send_all(sender, handle, asked, wanted)
         except BaseException as error:  # noqa: BLE001 - the client must learn of it, and the other requests go on
             self._fail(sender, error)
         finally:
@@ -138,19 +135,18 @@ class ReplayModel:
                 del self._open[handle.request_id]
             self._num_unanswered -= 1
 
-    async def _stream(self, sender: Any, handle: RequestHandle, writer: ResponseWriter) -> None:
+    async def _send_all(
+        self, sender: Any, handle: RequestHandle, asked: GenerationRequest, wanted: frozenset[str]
+    ) -> None:
+        """Send what is new after every step, or all of it once where the request does not stream."""
         async for output in handle:
-            if output.finished:
-                break
-            sender.send(self._response(writer.tensors(output)))
-        await self._send_last(sender, handle, writer)
-
-    async def _send_last(self, sender: Any, handle: RequestHandle, writer: ResponseWriter) -> None:
-        output = await handle
+            if not output.finished:
+                sender.send(self._response(response_tensors(output, asked, wanted)))
+        # Not before: an iteration ends with the error of the request, where there is one.
         if any(sequence.finish_reason == "cancelled" for sequence in output.outputs):
             self._end(sender, self._error("request: found it cancelled by its client", "CANCELLED"))
         else:
-            self._end(sender, self._response(writer.tensors(output)))
+            self._end(sender, self._response(response_tensors(output, asked, wanted)))
 
     async def _watch(self) -> None:
         """Abort what clients have given up."""

@@ -9,54 +9,48 @@ from trtllm_replayssm.runtime.outputs import CompletionOutput, RequestOutput
 from trtllm_replayssm.serving.triton.requests import Array, GenerationRequest
 
 
-class ResponseWriter:
-    """Writes the responses of one request; it knows what has been sent.
+def response_tensors(output: RequestOutput, request: GenerationRequest, wanted: Collection[str]) -> dict[str, Array]:
+    """Return the tensors of one response: what ``output`` has that those before it had not.
 
     Args:
+        output: an item of an iteration over the request's handle.
         request: what was asked for.
-        wanted: names of the outputs that the client asked for.
+        wanted: names of the tensors that the client asked for.
+
+    Returns:
+        By name, the batch dimension included.
     """
+    sequences = output.outputs
+    new_ids = [sequence.token_ids_diff for sequence in sequences]
+    tensors: dict[str, Array] = {
+        "text_output": _texts([_new_text(output, sequence, request) for sequence in sequences]),
+        "output_ids": _rows(new_ids, request.pad_id, np.int32),
+        "sequence_length": np.array([[len(ids) for ids in new_ids]], dtype=np.int32),
+        "finish_reason": _texts([sequence.finish_reason or "" for sequence in sequences]),
+        "stop_reason": _texts(["" if s.stop_reason is None else str(s.stop_reason) for s in sequences]),
+    }
+    if request.with_log_probs:
+        sums = [sequence.cumulative_logprob for sequence in sequences]
+        tensors["cum_log_probs"] = np.array([sums], dtype=np.float32)
+        tensors["output_log_probs"] = _rows([_log_probs(sequence) for sequence in sequences], 0.0, np.float32)
+    if request.with_num_input_tokens:
+        tensors["num_input_tokens"] = np.array([[len(output.prompt_token_ids)]], dtype=np.int32)
+    if request.with_num_output_tokens:
+        counts = [len(sequence.token_ids) for sequence in sequences]
+        tensors["num_output_tokens"] = np.array([counts], dtype=np.int32)
+    return {name: tensor for name, tensor in tensors.items() if name in wanted}
 
-    def __init__(self, request: GenerationRequest, wanted: Collection[str]) -> None:
-        self._request = request
-        self._wanted = wanted
-        self._sent_characters = [0] * request.params.n
-        self._sent_tokens = [0] * request.params.n
 
-    def tensors(self, output: RequestOutput) -> dict[str, Array]:
-        """Return the outputs that hold what is new, the batch dimension included; once more, nothing is new."""
-        sequences = output.outputs
-        starts, self._sent_tokens = self._sent_tokens, [len(sequence.token_ids) for sequence in sequences]
-        new_ids = [sequence.token_ids[start:] for sequence, start in zip(sequences, starts, strict=True)]
-        tensors: dict[str, Array] = {
-            "text_output": _texts([self._new_text(output, sequence) for sequence in sequences]),
-            "output_ids": _rows(new_ids, self._request.pad_id, np.int32),
-            "sequence_length": np.array([[len(ids) for ids in new_ids]], dtype=np.int32),
-            "finish_reason": _texts([sequence.finish_reason or "" for sequence in sequences]),
-            "stop_reason": _texts(["" if s.stop_reason is None else str(s.stop_reason) for s in sequences]),
-        }
-        if self._request.with_log_probs:
-            found = [_log_probs(sequence)[start:] for sequence, start in zip(sequences, starts, strict=True)]
-            sums = [sequence.cumulative_logprob for sequence in sequences]
-            tensors["cum_log_probs"] = np.array([sums], dtype=np.float32)
-            tensors["output_log_probs"] = _rows(found, 0.0, np.float32)
-        if self._request.with_num_input_tokens:
-            tensors["num_input_tokens"] = np.array([[len(output.prompt_token_ids)]], dtype=np.int32)
-        if self._request.with_num_output_tokens:
-            tensors["num_output_tokens"] = np.array([self._sent_tokens], dtype=np.int32)
-        return {name: tensor for name, tensor in tensors.items() if name in self._wanted}
-
-    def _new_text(self, output: RequestOutput, sequence: CompletionOutput) -> str:
-        sent = self._sent_characters[sequence.index]
-        new = sequence.text[sent:]
-        self._sent_characters[sequence.index] = max(sent, len(sequence.text))
-        is_first = self._request.with_input and sent == 0 and bool(new)
-        return (output.prompt or "") + new if is_first else new
+def _new_text(output: RequestOutput, sequence: CompletionOutput, request: GenerationRequest) -> str:
+    new = sequence.text_diff
+    is_first = request.with_input and sequence.num_seen_characters == 0 and bool(new)
+    return (output.prompt or "") + new if is_first else new
 
 
 def _log_probs(sequence: CompletionOutput) -> list[float]:
-    # ``logprobs`` says of each token the likeliest ones, 0 of them here, and the token's own.
-    return [found[token].logprob for found, token in zip(sequence.logprobs or (), sequence.token_ids, strict=True)]
+    # Of each token the likeliest ones, 0 of them here, and the token's own.
+    pairs = zip(sequence.logprobs_diff or (), sequence.token_ids_diff, strict=True)
+    return [found[token].logprob for found, token in pairs]
 
 
 def _texts(texts: list[str]) -> Array:

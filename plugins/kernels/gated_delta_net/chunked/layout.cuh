@@ -152,7 +152,7 @@ struct ChunkShared {
     ptx::fence_barrier_init();
   }
 };
-static_assert(ChunkShared::BYTES == DYNAMIC_SHARED_BYTES, "chunk_shape_gated_delta_net.py counts other bytes");
+static_assert(ChunkShared::BYTES == DYNAMIC_SHARED_BYTES, "specializations/gated_delta_net_chunks.py counts other bytes");
 
 // A chunk's place in two rounds of the stages: its stage, and the parity of the phase that the stage's barriers are in.
 struct Place {

@@ -32,7 +32,7 @@ constexpr int X_ROW_BYTES = X_STRIDE * 2;
 constexpr int BC_TILE_BYTES = MMA_TILE * BC_ROW_BYTES;
 constexpr int DECAY_FLOATS = 5;
 constexpr int PART_BYTES = MMA_TILE * MMA_TILE * 2;
-static_assert(NUM_WARPS * WARP_SIZE == BLOCK_THREADS, "chunk_shape.py counts warps differently");
+static_assert(NUM_WARPS * WARP_SIZE == BLOCK_THREADS, "specializations/mamba2_chunks.py counts warps differently");
 static_assert(OWN_TILES * COLUMN_SPLITS == CHUNK_TILES, "every split writes equally many outputs");
 static_assert(BC_ROW_BYTES % 128 == 0, "eight pieces trade places");
 
@@ -49,7 +49,7 @@ struct ChunkOffsets {
   static constexpr int DECAYS = PARTIALS + ROW_TILES * CHUNK_TILES * (COLUMN_SPLITS - 1) * PARTIAL_BYTES;
   static constexpr int END = DECAYS + 2 * DECAY_FLOATS * CHUNK_SIZE * 4;
 };
-static_assert(ChunkOffsets::END == DYNAMIC_SHARED_BYTES, "chunk_shape.py counts shared memory differently");
+static_assert(ChunkOffsets::END == DYNAMIC_SHARED_BYTES, "specializations/mamba2_chunks.py counts shared memory differently");
 
 // What the tokens of a chunk weigh, see decays.cuh.
 struct ChunkDecays {

@@ -42,7 +42,7 @@ static_assert(HEADS_PER_GROUP % CHUNK_HEADS == 0, "chunks do not cross groups");
 static_assert(CHUNK_HEADS <= 2 * TEAM_WARPS, "a team weighs all heads of a chunk at once");
 static_assert(NUM_STAGES % NUM_CONSUMERS == 0, "a stage has the same warp each time, else waits skip a phase");
 static_assert(BLOCK_THREADS == (NUM_CONSUMERS + NUM_WEIGHERS + NUM_LOADERS + 1) * WARP_SIZE,
-              "pipeline_shape.py counts other warps");
+              "specializations/mamba2_pipeline.py counts other warps");
 
 // Offsets in a chunk buffer: token rows of x, B and C and dt, then what the coefficient warps make of them.
 struct ChunkOffsets {

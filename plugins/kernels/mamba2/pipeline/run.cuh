@@ -3,7 +3,7 @@
 // A loader warp takes chunks of work for all. A producer thread brings their state tiles to shared memory, loader warps
 // their token rows; the coefficient warps convolve x, B and C where these come raw, turn dt, B and C into the weights of
 // the token rows and append the window to the rings; the consumer warps multiply, fold and write outputs.
-// plugins/pipeline_shape.py chooses the numbers, and says which shapes this is for; the launch says which layouts.
+// plugins/specializations/mamba2_pipeline.py chooses the numbers, and says which shapes this is for; the launch says which layouts.
 #pragma once
 #include "common/dependent_launch.cuh"
 #include "mamba2/pipeline/coefficients.cuh"

@@ -5,9 +5,8 @@ The kernel (``kernels/gated_delta_net/chunked_prefill.cu``) asserts at compile t
 
 from dataclasses import dataclass
 
-from trtllm_replayssm.plugins.chunk_shape import SHARED_BYTES
+from trtllm_replayssm.plugins.specializations.base import SHARED_BYTES, WARP
 
-_WARP = 32
 _MMA_TILE = 16
 _CHUNK_SIZE = 32
 _TILE_PAIRS = 3  # of a chunk's two tiles of tokens, those j <= t
@@ -97,7 +96,7 @@ def make_shape(
     shared_bytes = _count_bytes(slice_dim, key_splits, num_stages, key_dim, state_dtype)
     # Two blocks of more warps would not have the registers.
     min_blocks = 2 if num_warps <= 6 and 2 * shared_bytes <= 224 * 1024 else 1
-    return DeltaChunkShape(slice_dim, key_splits, num_stages, num_solvers, num_warps * _WARP, min_blocks, shared_bytes)
+    return DeltaChunkShape(slice_dim, key_splits, num_stages, num_solvers, num_warps * WARP, min_blocks, shared_bytes)
 
 
 def _count_bytes(slice_dim: int, key_splits: int, num_stages: int, key_dim: int, state_dtype: str) -> int:

@@ -1,99 +1,36 @@
-"""Which kernels exist: the compile-time constants of each, what is supported, and the launch table.
+"""Which kernels of Mamba-2 exist."""
 
-Everything that the sources are compiled with (``-D``) and launched with is computed here, in ``pipeline_shape``,
-``chunk_shape`` and ``specialize_gated_delta_net``, and nowhere else; the sources assert at compile time that their own
-layout needs the threads and the shared bytes that are counted for them.
-"""
-
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Self, get_args
 
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, Mamba2Geometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.errors import UnsupportedError
-from trtllm_replayssm.plugins import chunk_shape, pipeline_shape
-from trtllm_replayssm.plugins.chunk_shape import ChunkShape
-from trtllm_replayssm.plugins.pipeline_shape import PipelineShape
+from trtllm_replayssm.plugins.specializations import mamba2_chunks, mamba2_pipeline
+from trtllm_replayssm.plugins.specializations.base import (
+    CPP_TYPES,
+    ROLES,
+    VECTOR_BYTES,
+    WARP,
+    Kernel,
+    LaunchShape,
+    Role,
+    require_dtype,
+)
+from trtllm_replayssm.plugins.specializations.mamba2_chunks import ChunkShape
+from trtllm_replayssm.plugins.specializations.pipeline import ARCHITECTURES, PipelineShape
 
-if TYPE_CHECKING:
-    from trtllm_replayssm.plugins.specialize_gated_delta_net import GatedDeltaNetSpecialization
-    from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
-
-Role = Literal["step", "prefill", "pipelined_step", "one_token_step", "step_with_conv"]
-ROLES: tuple[Role, ...] = ("step", "prefill")
-"""What every specialization has for every architecture. ``step`` runs windows of at most 1 + max_draft_len tokens,
-``prefill`` longer ones. For some shapes, architectures and layouts ``pipelined_step`` does the work of ``step``; for
-windows of one token ``one_token_step`` does that of the convolution's. ``step_with_conv`` does the work of the
-convolution and of Mamba-2's step, where it is the faster way."""
-CONV_PREFIX = "conv_"
-"""Begins the convolution's roles in a kernel image (``plugins.kernel_image``) that is not of a convolution alone."""
-Kernel = Literal[Role, "chunked_prefill", "deep_chunked_prefill"]
-"""A source file of that name. A role is the kernel of its own name, but for ``kernel()`` of a specialization."""
-
-MAX_ROWS = 65535
-"""As in ``kernels/common/protocol.h``: most rows of a step."""
-CPP_TYPES = {"float32": "float", "float16": "replay::float16", "bfloat16": "replay::bfloat16"}
-WARP = 32
-VECTOR_BYTES = 16
-"""The widest access of one thread."""
 # Lanes that share a state row: eight 16-byte loads are one 128-byte line, and a sum over them takes three shuffles.
 _MAX_LANES_PER_ROW = 8
 # fp32 values of the state that a thread holds in registers: with the rest of the kernel a step takes 111 registers and
 # a prefill 128, so that three thread blocks of 160 threads fit on an SM.
 _MAX_STATE_VALUES_PER_THREAD = 64
-_MINWARPS, _MAXWARPS = 4, 16
+_MIN_WARPS, _MAX_WARPS = 4, 16
 # The two buffers of the prefill scan: several thread blocks per SM, and within the 48 KiB that need no opt-in.
 _PREFILL_BUFFER_BYTES = 48 * 1024
 _CHUNK_SIZES = (32, 16, 8, 4)
 # Elements (not bytes) between staged x rows beyond head_dim: rows then start in different shared-memory banks.
 _X_PADDING = 8
-# Of one thread of the convolution: what it must know about 16 bytes of channels would fill its registers.
-_CONV_VECTOR_BYTES = 8
-_CONV_BLOCK_THREADS = 128
-# Rows of a thread: two share their taps; with more than one token a row each is faster. Blocks per SM bound the
-# registers of a step: at 128 rows of 10240 channels all blocks of a one-token step are then on the GPU at once.
-_CONV_ROWS: dict[Kernel, int] = {"one_token_step": 2, "step": 1, "prefill": 1}
-_CONV_BLOCKS_PER_SM: dict[Kernel, int] = {"one_token_step": 10, "step": 8}
-_CONV_FEW_TAPS, _CONV_BLOCKS_PER_SM_OF_MANY_TAPS = 4, 4
-# Thread blocks that share the tokens of a long window, per block of channels: enough to fill a GPU at batch 1.
-_CONV_TOKEN_SPLITS = 128
-
-
-@dataclass(frozen=True)
-class LaunchShape:
-    """How one kernel is launched: block (block_x, 1, 1), and grid (grid_x, rows / rows_per_block, 1) unless persistent.
-
-    A persistent kernel shares its work out by itself: grid (min(multiprocessors of the device, rows * grid_x), 1, 1).
-
-    Attributes:
-        symbol: the kernel's unmangled name.
-        grid_x: thread blocks per row of the step, or per rows_per_block of them.
-        block_x: threads per block.
-        dynamic_shared_bytes: dynamic shared memory per block, in bytes.
-        is_persistent: see above.
-        rows_per_block: rows of the step that a block runs, the last block maybe fewer.
-        most_blocks_per_multiprocessor: of rows * grid_x, up to which the kernel is faster than those whose work it does
-            one after the other; 0: always.
-    """
-
-    symbol: str
-    grid_x: int
-    block_x: int
-    dynamic_shared_bytes: int
-    is_persistent: bool = False
-    rows_per_block: int = 1
-    most_blocks_per_multiprocessor: int = 0
-
-    def is_faster(self, num_rows: int, num_multiprocessors: int) -> bool:
-        """Say whether to launch the kernel rather than those whose work it does one after the other."""
-        most = self.most_blocks_per_multiprocessor
-        return most == 0 or num_rows * self.grid_x <= most * num_multiprocessors
-
-    def grid(self, num_rows: int, num_multiprocessors: int) -> tuple[int, int, int]:
-        """Return the grid for the rows of a step on a device with this many multiprocessors."""
-        if self.is_persistent:
-            return min(num_multiprocessors, num_rows * self.grid_x), 1, 1
-        return self.grid_x, -(-num_rows // self.rows_per_block), 1
 
 
 @dataclass(frozen=True)
@@ -180,7 +117,7 @@ class Mamba2Specialization:
         """Warps per thread block: the fewest, from four up, whose registers hold the head's state."""
         row_groups = self.head_dim * self.lanes_per_row // WARP
         values = self.d_state // self.lanes_per_row
-        for warps in range(min(_MINWARPS, row_groups), _MAXWARPS + 1):
+        for warps in range(min(_MIN_WARPS, row_groups), _MAX_WARPS + 1):
             if row_groups % warps == 0 and row_groups // warps * values <= _MAX_STATE_VALUES_PER_THREAD:
                 return warps
         raise AssertionError("every supported head_dim and d_state has a tile")
@@ -197,7 +134,7 @@ class Mamba2Specialization:
 
     def pipeline_shape(self, *, is_raw: bool) -> PipelineShape | None:
         """Return the make-up of the pipelined step, alone or with the convolution before it; None for none."""
-        return pipeline_shape.pipeline_shape(
+        return mamba2_pipeline.pipeline_shape(
             head_dim=self.head_dim,
             d_state=self.d_state,
             heads_per_group=self.n_heads // self.n_groups,
@@ -211,7 +148,7 @@ class Mamba2Specialization:
     @property
     def chunks(self) -> ChunkShape | None:
         """The make-up of the chunked prefill; None where there is none for these constants."""
-        return chunk_shape.chunk_shape(
+        return mamba2_chunks.chunk_shape(
             n_heads=self.n_heads,
             head_dim=self.head_dim,
             d_state=self.d_state,
@@ -225,7 +162,7 @@ class Mamba2Specialization:
 
     def roles(self, architecture: str) -> tuple[Role, ...]:
         """Return the roles that an image carries for an architecture."""
-        is_pipelined = architecture in pipeline_shape.ARCHITECTURES and self.pipeline is not None
+        is_pipelined = architecture in ARCHITECTURES and self.pipeline is not None
         return (*ROLES, "pipelined_step") if is_pipelined else ROLES
 
     def launch_shape(self, kernel: Kernel) -> LaunchShape:
@@ -293,92 +230,3 @@ class Mamba2Specialization:
         """Count two buffers of B, C and x rows, and of fp32 decay and dt per token."""
         elements = chunk_size * (2 * self.d_state + self.head_dim)
         return 2 * (elements * DTYPE_BYTES[self.activation_dtype] + 4 * 2 * chunk_size)
-
-
-@dataclass(frozen=True)
-class CausalConv1dSpecialization:
-    """The constants that a causal convolution kernel is compiled for; either role is right for any window.
-
-    Attributes:
-        conv_dim: channels D.
-        d_conv: taps K, 2 to 8.
-        activation_dtype: of x, weight, bias, y and the ring; arithmetic is fp32.
-
-    Raises:
-        UnsupportedError: no kernel for these constants; the message lists what is supported.
-    """
-
-    conv_dim: int
-    d_conv: int
-    activation_dtype: ActivationDtype
-
-    folder = "causal_conv1d"
-
-    def __post_init__(self) -> None:
-        require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
-        if self.conv_dim < 1 or not 2 <= self.d_conv <= 8:
-            raise UnsupportedError(
-                f"causal convolution kernel: found conv_dim={self.conv_dim}, d_conv={self.d_conv}; needed conv_dim "
-                'at least 1 and d_conv from 2 to 8. Other shapes run on the CPU (device="cpu").'
-            )
-
-    @property
-    def channels_per_thread(self) -> int:
-        """Channels of a thread: as many as 8 bytes hold, halved until they divide conv_dim."""
-        channels = _CONV_VECTOR_BYTES // DTYPE_BYTES[self.activation_dtype]
-        while self.conv_dim % channels:
-            channels //= 2
-        return channels
-
-    def roles(self, architecture: str) -> tuple[Role, ...]:
-        """Return the roles that an image carries for an architecture."""
-        return (*ROLES, "one_token_step")
-
-    def kernel(self, role: Role, architecture: str) -> Kernel:
-        """Return the kernel that plays a role on an architecture."""
-        return role
-
-    def launch_shape(self, kernel: Kernel) -> LaunchShape:
-        """Return how a kernel is launched."""
-        blocks = -(-self.conv_dim // (self.channels_per_thread * _CONV_BLOCK_THREADS))
-        splits = _CONV_TOKEN_SPLITS if kernel == "prefill" else 1
-        symbol = f"replay_causal_conv1d_{kernel}"
-        return LaunchShape(symbol, blocks * splits, _CONV_BLOCK_THREADS, 0, rows_per_block=_CONV_ROWS[kernel])
-
-    def defines(self, kernel: Kernel) -> dict[str, str]:
-        """Return the macros that a kernel of this specialization is compiled with."""
-        defines = {
-            "CONV_DIM": str(self.conv_dim),
-            "D_CONV": str(self.d_conv),
-            "ACTIVATION_TYPE": CPP_TYPES[self.activation_dtype],
-            "CHANNELS_PER_THREAD": str(self.channels_per_thread),
-            "BLOCK_THREADS": str(_CONV_BLOCK_THREADS),
-        }
-        if kernel == "prefill":
-            return defines | {"TOKEN_SPLITS": str(_CONV_TOKEN_SPLITS)}
-        is_few = self.d_conv <= _CONV_FEW_TAPS
-        blocks_per_sm = _CONV_BLOCKS_PER_SM[kernel] if is_few else _CONV_BLOCKS_PER_SM_OF_MANY_TAPS
-        return defines | {"ROWS_PER_BLOCK": str(_CONV_ROWS[kernel]), "BLOCKS_PER_SM": str(blocks_per_sm)}
-
-
-Specialization: TypeAlias = (
-    "Mamba2Specialization | CausalConv1dSpecialization | Mamba2WithConvSpecialization | GatedDeltaNetSpecialization"
-)
-
-
-def constants_of(specialization: Specialization) -> str:
-    """Return a specialization as one line; the C++ plugins write the same line from their tensors and fields."""
-    values = asdict(specialization)
-    # Those of a step stand side by side with what a convolution before it adds.
-    values = values.pop("step", {}) | values
-    return " ".join([specialization.folder, *(f"{name}={value}" for name, value in values.items())])
-
-
-def require_dtype(name: str, found: str, accepted: tuple[str, ...]) -> None:
-    """Refuse a type that no kernel is compiled for.
-
-    Raises:
-        UnsupportedError: found is not accepted.
-    """
-    if found not in accepted:
-        raise UnsupportedError(f"{name}: found {found!r}; needed one of {', '.join(dict.fromkeys(accepted))}.")

@@ -1,4 +1,4 @@
-"""Which kernels of Gated DeltaNet exist; as ``plugins.specialize`` for the others."""
+"""Which kernels of Gated DeltaNet exist."""
 
 from dataclasses import dataclass
 from typing import Self, get_args
@@ -12,11 +12,8 @@ from trtllm_replayssm.contract.geometry import (
     StateDtype,
 )
 from trtllm_replayssm.errors import UnsupportedError
-from trtllm_replayssm.plugins import chunk_shape_gated_delta_net, pipeline_shape_gated_delta_net
-from trtllm_replayssm.plugins.chunk_shape_gated_delta_net import DeltaChunkShape
-from trtllm_replayssm.plugins.pipeline_shape import ARCHITECTURES
-from trtllm_replayssm.plugins.pipeline_shape_gated_delta_net import GatedDeltaNetPipelineShape
-from trtllm_replayssm.plugins.specialize import (
+from trtllm_replayssm.plugins.specializations import gated_delta_net_chunks, gated_delta_net_pipeline
+from trtllm_replayssm.plugins.specializations.base import (
     CPP_TYPES,
     ROLES,
     VECTOR_BYTES,
@@ -26,6 +23,9 @@ from trtllm_replayssm.plugins.specialize import (
     Role,
     require_dtype,
 )
+from trtllm_replayssm.plugins.specializations.gated_delta_net_chunks import DeltaChunkShape
+from trtllm_replayssm.plugins.specializations.gated_delta_net_pipeline import GatedDeltaNetPipelineShape
+from trtllm_replayssm.plugins.specializations.pipeline import ARCHITECTURES
 
 # Lanes that share the rows of one 16-byte vector of state columns; the lanes of a warp hold two such vectors.
 _ROW_LANES = 16
@@ -129,7 +129,7 @@ class GatedDeltaNetSpecialization:
 
     def chunks_of(self, kernel: Kernel) -> DeltaChunkShape | None:
         """Return the make-up of one of the chunked prefills; None where there is none for these constants."""
-        return chunk_shape_gated_delta_net.chunk_shape(
+        return gated_delta_net_chunks.chunk_shape(
             n_value_heads=self.n_value_heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
@@ -141,7 +141,7 @@ class GatedDeltaNetSpecialization:
     @property
     def pipeline(self) -> GatedDeltaNetPipelineShape | None:
         """The make-up of the pipelined step; None where there is none for these constants."""
-        return pipeline_shape_gated_delta_net.pipeline_shape(
+        return gated_delta_net_pipeline.pipeline_shape(
             key_dim=self.key_dim,
             value_dim=self.value_dim,
             heads_per_key=self.n_value_heads // self.n_key_heads,

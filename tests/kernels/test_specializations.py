@@ -5,8 +5,12 @@ import itertools
 import pytest
 
 from trtllm_replayssm.errors import ConfigError, UnsupportedError
-from trtllm_replayssm.plugins.specialize import ROLES, CausalConv1dSpecialization, Mamba2Specialization
-from trtllm_replayssm.plugins.specialize_mamba2_with_conv import Mamba2WithConvSpecialization
+from trtllm_replayssm.plugins.specializations import (
+    ROLES,
+    CausalConv1dSpecialization,
+    Mamba2Specialization,
+    Mamba2WithConvSpecialization,
+)
 
 NANO_9B = Mamba2Specialization(
     n_heads=128,

@@ -6,7 +6,7 @@ The kernel (``kernels/gated_delta_net/pipelined_step.cu``) asserts at compile ti
 from dataclasses import dataclass
 
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES
-from trtllm_replayssm.plugins.pipeline_shape import (
+from trtllm_replayssm.plugins.specializations.pipeline import (
     CONSUMERS,
     PipelineShape,
     buffer_bytes,

@@ -5,17 +5,8 @@ The kernel (``kernels/mamba2/chunked_prefill.cu``) asserts at compile time that 
 
 from dataclasses import dataclass
 
-SHARED_BYTES = {
-    "sm_80": 99 * 1024,  # its cubins also run on 8.6 and 8.9
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90a": 227 * 1024,
-    "sm_100a": 227 * 1024,
-    "sm_103a": 227 * 1024,
-    "sm_120": 99 * 1024,
-}
-"""Architecture -> shared memory that a thread block may have on every device that runs its cubins, in bytes."""
-_WARP = 32
+from trtllm_replayssm.plugins.specializations.base import SHARED_BYTES, WARP
+
 _MMA_TILE = 16
 _CHUNK_SIZE = 64
 _MAX_WARPS = 16
@@ -79,7 +70,7 @@ def make_shape(row_tiles: int, d_state: int, head_slices: int, column_splits: in
         return None
     shared_bytes = _count_bytes(row_tiles, d_state, column_splits)
     min_blocks = 2 if num_warps <= 8 and 2 * shared_bytes <= 224 * 1024 else 1
-    return ChunkShape(head_slices, column_splits, num_warps * _WARP, min_blocks, shared_bytes)
+    return ChunkShape(head_slices, column_splits, num_warps * WARP, min_blocks, shared_bytes)
 
 
 def _count_bytes(row_tiles: int, d_state: int, column_splits: int) -> int:

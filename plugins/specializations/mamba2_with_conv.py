@@ -4,15 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trtllm_replayssm.errors import UnsupportedError
-from trtllm_replayssm.plugins import pipeline_shape
-from trtllm_replayssm.plugins.pipeline_shape import PipelineShape
-from trtllm_replayssm.plugins.specialize import (
-    CausalConv1dSpecialization,
-    Kernel,
-    LaunchShape,
-    Mamba2Specialization,
-    Role,
-)
+from trtllm_replayssm.plugins.specializations.base import Kernel, LaunchShape, Role
+from trtllm_replayssm.plugins.specializations.causal_conv1d import CausalConv1dSpecialization
+from trtllm_replayssm.plugins.specializations.mamba2 import Mamba2Specialization
+from trtllm_replayssm.plugins.specializations.pipeline import ARCHITECTURES, PipelineShape
 
 # The taps of two neighbouring channels are then 16 bytes.
 _TAPS_OF_STEP = 4
@@ -57,7 +52,7 @@ class Mamba2WithConvSpecialization:
 
     def roles(self, architecture: str) -> tuple[Role, ...]:
         """Return the roles that are neither the convolution's nor Mamba-2's, for an architecture."""
-        is_there = architecture in pipeline_shape.ARCHITECTURES and self.pipeline is not None
+        is_there = architecture in ARCHITECTURES and self.pipeline is not None
         return ("step_with_conv",) if is_there else ()
 
     def kernel(self, role: Role, architecture: str) -> Kernel:
