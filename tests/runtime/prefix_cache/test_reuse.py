@@ -106,16 +106,22 @@ def test_every_prompt_length_generates_what_other_pieces_do(folder: Path, llm: L
         assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def test_what_two_prompts_share_serves_the_third(llm: LLM) -> None:
-    system = text(20, 3 * BLOCK + 2)
-    prompts = [[*system, *text(seed, 10)] for seed in (21, 22, 23)]
-    expected = [run(llm, prompt, reuse=False) for prompt in prompts]
-    reused(llm)
-    found = []
-    for prompt, result in zip(prompts, expected, strict=True):
-        assert run(llm, prompt) == result
-        found.append(reused(llm))
-    assert found == [0, 0, 3 * BLOCK]
+@pytest.mark.parametrize(
+    ("interval", "found"), [(None, (0, 4, 5)), (BLOCK, (0, 5, 5)), (2 * BLOCK - 1, (0, 4, 5)), (999, (0, 0, 5))]
+)
+@pytest.mark.parametrize("drafts", [0, 3], ids=["plain", "drafts"])
+def test_what_prompts_share_serves_the_second_in_part_and_the_third_whole(
+    folder: Path, drafts: int, interval: int | None, found: tuple[int, ...]
+) -> None:
+    system = text(20, 5 * BLOCK + 2)
+    prompts = [[*system, *text(seed, 3 * BLOCK)] for seed in (21, 22, 23)]
+    config = CONFIG.model_copy(update={"tokens_per_snapshot": interval})
+    with open_llm(folder, config, drafts=drafts) as llm:
+        for prompt, num_blocks in zip(prompts, found, strict=True):
+            expected = run(llm, prompt, reuse=False)
+            reused(llm)
+            assert run(llm, prompt) == expected
+            assert reused(llm) == num_blocks * BLOCK
 
 
 def test_a_request_that_opts_out_neither_finds_nor_leaves_anything(llm: LLM) -> None:

@@ -51,6 +51,7 @@ class PrefixReuse:
             self.block_size,
             Arena(config.device_cache_size, executor.device),
             Arena(config.host_cache_size, torch.device("cpu"), is_page_locked=is_cuda),
+            config.tokens_per_snapshot,
         )
         self._to_save: dict[int, frozenset[int]] = {}
 
