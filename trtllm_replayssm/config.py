@@ -219,12 +219,15 @@ class SchedulerConfig(UserOptions):
 
     Attributes:
         max_queue_size: most requests that wait for a slot; further ones are refused. None lets any number wait.
+        priority_aging_s: so many seconds of waiting count as one more of priority, so that no request waits for ever
+            behind higher ones; None keeps priorities strict.
         max_prompt_steps: most pieces of prompts that run while decoding requests wait for their next step; together
             they have at most ``max_num_tokens`` tokens. Fewer shorten the longest time between two tokens, more start
             new requests sooner.
     """
 
     max_queue_size: Annotated[int, Field(ge=0)] | None = None
+    priority_aging_s: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     max_prompt_steps: PositiveInt = defaults.MAX_PROMPT_STEPS
 
 

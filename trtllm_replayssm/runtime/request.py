@@ -109,11 +109,6 @@ class Request:
         return self.state is RequestState.PREFILL and not self.token_ids
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Orders requests by whose turn it is: higher priority first, then the order in which they came."""
-        return (-self.priority, self.request_id)
-
-    @property
     def is_finished(self) -> bool:
         """Whether no more tokens are to come."""
         return self.state is RequestState.FINISHED
