@@ -127,11 +127,16 @@ def test_what_prompts_share_serves_the_second_in_part_and_the_third_whole(
 def test_a_request_that_opts_out_neither_finds_nor_leaves_anything(llm: LLM) -> None:
     prompt = text(30, 30)
     llm.reset_metrics()
+
+    def cached(*, reuse: bool = True) -> int:
+        return llm.generate(prompt, GREEDY.model_copy(update={"enable_block_reuse": reuse})).cached_tokens
+
     expected = run(llm, prompt, reuse=False)
     assert llm.metrics()["num_prefix_queries"] == llm.metrics()["num_prefix_snapshots"] == 0
     assert run(llm, prompt) == expected and reused(llm) == 0
     assert run(llm, prompt, reuse=False) == expected and reused(llm) == 0
     assert run(llm, prompt) == expected and reused(llm) == 3 * BLOCK
+    assert (cached(), cached(reuse=False)) == (3 * BLOCK, 0)
 
 
 @pytest.mark.parametrize("budgets", [(0, 0), (0, 3), (2, 3)], ids=str)

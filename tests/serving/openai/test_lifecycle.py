@@ -280,9 +280,13 @@ def test_reused_prompts_are_counted() -> None:
     cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8)
     with LLM(MODEL, device="cpu", kv_cache_config=cache) as llm, served(llm) as (port, _):
         body = BODY | {"prompt": list(range(5, 25)), "max_tokens": 3, "temperature": 0}
-        texts = {ask(port, "/v1/completions", body).content["choices"][0]["text"] for _ in range(3)}
-        assert len(texts) == 1
-        assert metric(port, "prefix_hits_total") == 2 and metric(port, "reused_tokens_total") == 32
+        answers = [ask(port, "/v1/completions", body).content for _ in range(3)]
+        assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+        assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 16, 16]
+        asked = body | {"stream": True, "stream_options": {"include_usage": True}, "prompt": [body["prompt"]] * 2}
+        *_, last, _ = ask(port, "/v1/completions", asked).body.decode().strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
+        assert metric(port, "prefix_hits_total") == 4 and metric(port, "reused_tokens_total") == 64
         assert metric(port, "prefix_device_bytes") > 0
 
 
