@@ -13,8 +13,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.mtp_models import make_with_mtp
 from tests.tiny_models import make_nemotron_h, make_qwen
-from trtllm_replayssm import LLM, KvCacheConfig, NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm import (
+    LLM,
+    DraftTargetDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    ReplayConfig,
+    SamplingParams,
+)
+from trtllm_replayssm.config import SpeculativeConfig
 from trtllm_replayssm.errors import CapacityError, ConfigError
 
 BLOCK = 8
@@ -213,6 +223,26 @@ def test_the_conventional_decode_reuses_prefixes_too(folder: Path) -> None:
         expected = run(llm, prompt, reuse=False)
         assert [run(llm, prompt), run(llm, prompt)] == [expected, expected]
         assert reused(llm) == 3 * BLOCK
+
+
+@pytest.mark.parametrize("source", ["draft", "mtp"])
+def test_a_hit_with_drafts_of_a_model_or_a_head_generates_what_no_hit_does(tmp_path: Path, source: str) -> None:
+    target = make_with_mtp(tmp_path / "target", "qwen3_5", "copying", mixing=0.01, seed=3)
+    config: SpeculativeConfig = MTPDecodingConfig(max_draft_len=3, adaptive=False)
+    if source == "draft":
+        draft = make_with_mtp(tmp_path / "draft", "qwen3_5", "copying", mixing=0.02, seed=3)
+        config = DraftTargetDecodingConfig(speculative_model=draft, max_draft_len=3, adaptive=False)
+    options: dict[str, Any] = {"device": "cpu", "max_batch_size": 2, "max_seq_len": 96}
+    base = text(1, 40)
+    with LLM(target, **options, speculative_config=config, kv_cache_config=CONFIG) as llm:
+        for params in (GREEDY, SAMPLED):
+            run(llm, base, params)
+            for shared in (7, 8, 9, 16, 30, 39):
+                prompt = [*base[:shared], *text(100 + shared, 11)]
+                expected = run(llm, prompt, params, reuse=False)
+                assert [run(llm, prompt, params) for _ in range(2)] == [expected] * 2
+        metrics = llm.metrics()
+    assert metrics["num_prefix_hits"] > 20 and 0.1 < metrics["acceptance_rate"] < 0.95
 
 
 def test_blocks_that_are_shorter_than_a_prompt_piece_can_be_are_refused(folder: Path) -> None:
