@@ -79,6 +79,8 @@ class KvCacheConfig(UserOptions):
         enable_block_reuse: keep and use snapshots.
         tokens_per_block: prompts share multiples of so many tokens. No prompt piece is longer than a block, so a short
             one makes long prompts slow; at most max_num_tokens, more than 1 + max_draft_len.
+        tokens_per_snapshot: a prompt leaves snapshots at its last block border, at the one where it parts from an
+            earlier prompt, and every so many tokens, rounded up to whole blocks; None for after 1, 2, 4, 8, ... blocks.
         device_cache_size: bytes next to the state pools, set aside when the model is loaded.
         host_cache_size: bytes of host memory, page-locked for a GPU, that take what no longer fits the device; the
             least recently used goes first, from both.
@@ -92,6 +94,7 @@ class KvCacheConfig(UserOptions):
     max_tokens: PositiveInt | None = None
     enable_block_reuse: bool = False
     tokens_per_block: PositiveInt = 256
+    tokens_per_snapshot: PositiveInt | None = None
     device_cache_size: Annotated[int, Field(ge=0)] = 2**30
     host_cache_size: Annotated[int, Field(ge=0)] = 0
     reuse_generated_tokens: bool = False
@@ -216,12 +219,15 @@ class SchedulerConfig(UserOptions):
 
     Attributes:
         max_queue_size: most requests that wait for a slot; further ones are refused. None lets any number wait.
+        priority_aging_s: so many seconds of waiting count as one more of priority, so that no request waits for ever
+            behind higher ones; None keeps priorities strict.
         max_prompt_steps: most pieces of prompts that run while decoding requests wait for their next step; together
             they have at most ``max_num_tokens`` tokens. Fewer shorten the longest time between two tokens, more start
             new requests sooner.
     """
 
     max_queue_size: Annotated[int, Field(ge=0)] | None = None
+    priority_aging_s: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     max_prompt_steps: PositiveInt = defaults.MAX_PROMPT_STEPS
 
 

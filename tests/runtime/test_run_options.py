@@ -84,6 +84,7 @@ def test_options_of_the_cache_reach_the_model(
     monkeypatch.setattr("trtllm_replayssm.runtime.llm.LLM", Recorder)
     options = [
         *("--free_gpu_memory_fraction", "0.5", "--enable_block_reuse", "--tokens_per_block", "16"),
+        *("--tokens_per_snapshot", "32"),
         *("--device_cache_size", "4096", "--host_cache_size", "8192"),
     ]
     for arguments in ([], options):
@@ -93,6 +94,7 @@ def test_options_of_the_cache_reach_the_model(
         free_gpu_memory_fraction=0.5,
         enable_block_reuse=True,
         tokens_per_block=16,
+        tokens_per_snapshot=32,
         device_cache_size=4096,
         host_cache_size=8192,
     )

@@ -14,9 +14,9 @@ from trtllm_replayssm.runtime.step import StepPlan, Verdict
 class Desk:
     """A scheduler whose steps append token 7 to every row that is sampled."""
 
-    def __init__(self, slots: int, max_num_tokens: int) -> None:
+    def __init__(self, slots: int, max_num_tokens: int, priority_aging_s: float | None = None) -> None:
         self.slots = Slots(slots)
-        self.scheduler = Scheduler(self.slots, max_num_tokens)
+        self.scheduler = Scheduler(self.slots, max_num_tokens, priority_aging_s=priority_aging_s)
         self.plans: list[StepPlan] = []
 
     def step(self) -> StepPlan:
@@ -92,6 +92,46 @@ def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
     assert appended == ((4, 5, 6),)
     assert (request.token_ids, request.finish_reason, slots.num_free) == ([4, 5, 6], "length", 1)
     assert not scheduler.has_work
+
+
+def under_constant_load(aging_s: float | None, *, low: int, high: int, seconds: int = 400) -> list[tuple[int, int]]:
+    """Have one request of low priority and then, every second, one of high priority more than the slots can serve.
+
+    Returns:
+        The second of each step in which the first request had a row, and its tokens then.
+    """
+    desk = Desk(2, 4, aging_s)
+    first = request_of(0, 6, max_tokens=5)
+    first.priority = low
+    desk.scheduler.add(first)
+    steps = []
+    for second in range(seconds):
+        for number in range(2):
+            other = request_of(2 * second + number + 1, 2, max_tokens=3)
+            other.priority, other.arrived_s = high, float(second)
+            desk.scheduler.add(other)
+        plan = desk.step()
+        if any(row.request is first for row in plan.rows):
+            steps.append((second, len(first.token_ids)))
+    return steps
+
+
+def test_strict_priorities_let_the_lowest_wait_for_ever() -> None:
+    assert under_constant_load(None, low=0, high=1) == []
+    assert under_constant_load(1000.0, low=0, high=1) == []
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-1, 2), (-(10**400), 10**400)], ids=["1", "3", "huge"])
+@pytest.mark.parametrize("aging_s", [1.0, 5.0, 20.0])
+def test_with_aging_nobody_waits_longer_than_the_difference_is_worth(aging_s: float, low: int, high: int) -> None:
+    steps = under_constant_load(aging_s, low=low, high=high)
+    if high > 10**6:
+        assert steps == [], "a difference of two million is worth a lifetime"
+        return
+    begun, ended = steps[0][0], steps[-1][0]
+    # All that came before the difference was worth it go first: two a second, each of three steps, on two slots.
+    assert aging_s * (high - low) <= begun <= 4 * (aging_s * (high - low) + 4)
+    assert steps[-1][1] == 5 and ended - begun < 20, "it lost its slot to those that came later"
 
 
 def test_ending_everything_leaves_free_slots_and_no_work() -> None:

@@ -45,13 +45,15 @@ class Requests(RuleBasedStateMachine):
         piece=st.integers(3, 12),
         prompt_steps=st.integers(1, 3),
         max_tokens=st.none() | st.integers(LONGEST, 3 * LONGEST),
+        aging_s=st.sampled_from([None, 2.0, 10.0]),
     )
-    def open(self, slots: int, piece: int, prompt_steps: int, max_tokens: int | None) -> None:
+    def open(self, slots: int, piece: int, prompt_steps: int, max_tokens: int | None, aging_s: float | None) -> None:
         self.slots, self.piece, self.prompt_steps, self.max_tokens = Slots(slots), piece, prompt_steps, max_tokens
         self.scheduler = Scheduler(
             self.slots,
             piece,
             max_prompt_steps=prompt_steps,
+            priority_aging_s=aging_s,
             max_tokens=max_tokens,
             max_draft_len=REPLAY.max_draft_len,
         )
@@ -64,7 +66,7 @@ class Requests(RuleBasedStateMachine):
         number = len(self.requests)
         params = GREEDY.model_copy(update={"max_tokens": num_tokens})
         request = make_request(number, [100 * number + i for i in range(length)], params)
-        request.priority = priority
+        request.priority, request.arrived_s = priority, float(number)
         self.requests.append(request)
         self.scheduler.add(request)
 
@@ -81,7 +83,11 @@ class Requests(RuleBasedStateMachine):
         preempted, admitted = self.scheduler.admit()
         assert not set(admitted).intersection(running).difference(preempted)
         stayed = set(running).difference(preempted)
-        assert all(gone.rank > request.rank for gone in preempted for request in stayed), "not the youngest, lowest"
+        rank = self.scheduler.rank
+        for gone in preempted:
+            # One of no lower priority goes only where the running sequences outgrow the budget, and then the last one.
+            able = [r for r in stayed if r.priority <= gone.priority]
+            assert all(rank(gone) > rank(request) for request in able), "not the youngest, lowest"
         self.check_turns()
         plan = with_drafts(self.scheduler.plan(), accepted)
         self.check_delay(plan)
@@ -117,8 +123,9 @@ class Requests(RuleBasedStateMachine):
         waiting = [r for r in self.requests if r.state is RequestState.WAITING]
         assert running, "there is work and nobody runs"
         if waiting:
-            first = min(waiting, key=lambda request: request.rank)
-            lower = [r for r in running if r.priority < first.priority]
+            rank = self.scheduler.rank
+            first = min(waiting, key=rank)
+            lower = [r for r in running if r.priority < first.priority and rank(r) > rank(first)]
             room = self.budget() - sum(self.need(r) for r in running if r not in lower)
             has_slot = bool(self.slots.num_free or lower)
             assert not has_slot or self.need(first) > room
@@ -218,4 +225,4 @@ def test_twenty_thousand_requests_are_queued_ended_and_run() -> None:
         begun += [row.request for row in plan.rows if plan.kind == "prompt"]
     assert time.perf_counter() - started < 60  # about a second; where each costs a walk through the queue, minutes
     assert len(begun) == 5_000 and sum(request.finish_reason == "length" for request in requests) == 5_000
-    assert begun == sorted(begun, key=lambda request: request.rank)
+    assert begun == sorted(begun, key=scheduler.rank)

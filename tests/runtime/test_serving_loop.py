@@ -75,6 +75,23 @@ def test_a_higher_priority_takes_the_slot_of_the_youngest_of_the_lowest(
         assert counted["num_prompt_tokens"] == 11 + 12 + 1 + 1
 
 
+def test_waiting_counts_as_priority_where_that_is_asked_for(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for aging_s, expected in ((None, ["high", "low"]), (1e-9, ["low", "high"])):
+        scheduling = SchedulerConfig(priority_aging_s=aging_s)
+        with open_llm(max_batch_size=1, scheduler_config=scheduling) as llm:
+            gate = Gate(llm, monkeypatch)
+            running = llm.generate_async([5] * 3, RULES, priority=10**400)
+            wait_until(lambda gate=gate: gate.num_met == 1)  # type: ignore[misc]
+            handles = {"low": llm.generate_async([6], RULES), "high": llm.generate_async([7], RULES, priority=3)}
+            gate.is_open.set()
+            running.result(30)
+            assert all(handle.result(30).finished for handle in handles.values())
+            ended = {name: handle.sequences[0].last_token_s or 0.0 for name, handle in handles.items()}
+            assert sorted(ended, key=lambda name: ended[name]) == expected
+
+
 def test_sequences_that_outgrow_the_budget_take_turns(open_llm: Callable[..., LLM]) -> None:
     rules = RULES.model_copy(update={"max_tokens": 40})
     prompts = [[5 + i, 9] for i in range(6)]
@@ -91,7 +108,7 @@ def test_sequences_that_outgrow_the_budget_take_turns(open_llm: Callable[..., LL
 def test_a_budget_that_one_sequence_may_outgrow_is_refused(open_llm: Callable[..., LLM]) -> None:
     with pytest.raises(ConfigError, match=r"max_tokens: found 63; needed at least max_seq_len \(64\)"):
         open_llm(kv_cache_config=KvCacheConfig(max_tokens=63))
-    for options in ({"max_queue_size": -1}, {"max_prompt_steps": 0}):
+    for options in ({"max_queue_size": -1}, {"max_prompt_steps": 0}, {"priority_aging_s": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             SchedulerConfig(**options)
 

@@ -188,3 +188,22 @@ def test_padded_steps_give_the_tokens_of_exact_ones(
     executor._graphs = StepGraphs(executor._run, sizes, executor.geometry.vocab_size, CPU, call_again)
     assert generate(llm, temperature) == exact
     assert {key.num_rows for key in executor._graphs.keys} == {2, 5, 6}
+
+
+def test_steps_that_are_not_captured_read_keys_up_to_the_longest_running_sequence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(folder, device="cpu", max_batch_size=2, max_seq_len=500)
+    executor = llm._executor
+    assert isinstance(executor, TorchExecutor)
+    run, seen = executor._run, []
+
+    def watched(inputs: StepInputs, key_length: int, logits: torch.Tensor | None = None) -> StepOutputs:
+        seen.append((inputs.first_slot, len(inputs.slot_ids), key_length))
+        return run(inputs, key_length, logits)
+
+    monkeypatch.setattr(executor, "_run", watched)
+    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (3, 6)]
+    llm.generate([[5] * 40, [6] * 9], params)
+    # Two prompts; two steps of both, as long as the first; then what is left of the second.
+    assert seen == [(0, 1, 40), (1, 1, 9), (0, 2, 41), (0, 2, 42), (0, 2, 12), (0, 2, 13), (0, 2, 14)]

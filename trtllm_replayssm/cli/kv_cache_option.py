@@ -25,6 +25,13 @@ TokensPerBlock = Annotated[
         help=f"They share multiples of so many tokens. By default {KvCacheConfig().tokens_per_block}.",
     ),
 ]
+TokensPerSnapshot = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens_per_snapshot",
+        help="Every so many tokens of a prompt can be continued. By default its first 1, 2, 4, 8 and so on blocks.",
+    ),
+]
 DeviceCacheSize = Annotated[
     int | None, typer.Option("--device_cache_size", help="Bytes on the device for that. By default 1 GiB.")
 ]
@@ -38,6 +45,7 @@ def kv_cache_config(
     free_gpu_memory_fraction: float | None,
     enable_block_reuse: bool,
     tokens_per_block: int | None,
+    tokens_per_snapshot: int | None,
     device_cache_size: int | None,
     host_cache_size: int | None,
 ) -> KvCacheConfig:
@@ -48,6 +56,7 @@ def kv_cache_config(
     """
     wishes: dict[str, Any] = {
         "tokens_per_block": tokens_per_block,
+        "tokens_per_snapshot": tokens_per_snapshot,
         "device_cache_size": device_cache_size,
         "host_cache_size": host_cache_size,
     }

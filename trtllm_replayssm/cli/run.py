@@ -21,6 +21,7 @@ from trtllm_replayssm.cli.kv_cache_option import (
     FreeGpuMemoryFraction,
     HostCacheSize,
     TokensPerBlock,
+    TokensPerSnapshot,
     kv_cache_config,
 )
 from trtllm_replayssm.cli.model_options import CheckpointDir, Device, given
@@ -153,6 +154,7 @@ def command(
     free_gpu_memory_fraction: FreeGpuMemoryFraction = None,
     enable_block_reuse: EnableBlockReuse = False,
     tokens_per_block: TokensPerBlock = None,
+    tokens_per_snapshot: TokensPerSnapshot = None,
     device_cache_size: DeviceCacheSize = None,
     host_cache_size: HostCacheSize = None,
     checkpoint_dir: CheckpointDir = None,
@@ -203,6 +205,7 @@ def command(
         free_gpu_memory_fraction=free_gpu_memory_fraction,
         enable_block_reuse=enable_block_reuse,
         tokens_per_block=tokens_per_block,
+        tokens_per_snapshot=tokens_per_snapshot,
         device_cache_size=device_cache_size,
         host_cache_size=host_cache_size,
     )

@@ -13,6 +13,7 @@ from trtllm_replayssm.cli.kv_cache_option import (
     FreeGpuMemoryFraction,
     HostCacheSize,
     TokensPerBlock,
+    TokensPerSnapshot,
     kv_cache_config,
 )
 from trtllm_replayssm.cli.model_options import CheckpointDir, Device, given
@@ -78,6 +79,7 @@ def command(
     free_gpu_memory_fraction: FreeGpuMemoryFraction = None,
     enable_block_reuse: EnableBlockReuse = False,
     tokens_per_block: TokensPerBlock = None,
+    tokens_per_snapshot: TokensPerSnapshot = None,
     device_cache_size: DeviceCacheSize = None,
     host_cache_size: HostCacheSize = None,
     history: Annotated[
@@ -124,6 +126,7 @@ def command(
         free_gpu_memory_fraction=free_gpu_memory_fraction,
         enable_block_reuse=enable_block_reuse,
         tokens_per_block=tokens_per_block,
+        tokens_per_snapshot=tokens_per_snapshot,
         device_cache_size=device_cache_size,
         host_cache_size=host_cache_size,
     )

@@ -6,6 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from trtllm_replayssm.cli.kv_cache_option import (
+    DeviceCacheSize,
+    FreeGpuMemoryFraction,
+    HostCacheSize,
+    TokensPerBlock,
+    TokensPerSnapshot,
+)
 from trtllm_replayssm.cli.model_options import CheckpointDir
 from trtllm_replayssm.cli.speculative_option import Source
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
@@ -67,6 +74,11 @@ def command(
     enable_block_reuse: Annotated[
         bool, typer.Option("--enable_block_reuse", help="Start prompts from the states of earlier ones.")
     ] = False,
+    tokens_per_block: TokensPerBlock = None,
+    tokens_per_snapshot: TokensPerSnapshot = None,
+    device_cache_size: DeviceCacheSize = None,
+    host_cache_size: HostCacheSize = None,
+    free_gpu_memory_fraction: FreeGpuMemoryFraction = None,
     history: Annotated[str | None, typer.Option("--history", help="Most pending tokens of a slot, or auto.")] = None,
     state_dtype: Annotated[
         StateDtype | None, typer.Option("--state_dtype", metavar="<type>", help="Of the recurrent state.")
@@ -112,6 +124,11 @@ def command(
         "max_queue_size": max_queue_size,
         "max_sequences": max_sequences,
         "enable_block_reuse": enable_block_reuse or None,
+        "tokens_per_block": tokens_per_block,
+        "tokens_per_snapshot": tokens_per_snapshot,
+        "device_cache_size": device_cache_size,
+        "host_cache_size": host_cache_size,
+        "free_gpu_memory_fraction": free_gpu_memory_fraction,
         "history": history,
         "state_dtype": state_dtype,
         "speculative": speculative,

@@ -42,6 +42,7 @@ class DecodeLoop:
         limits: how many requests run at a time and the longest prompt piece; at most the executor's own limits.
         recorder: counts what happens.
         max_prompt_steps: most prompt pieces between two decode steps.
+        priority_aging_s: seconds of waiting that count as one more of priority; None for strict priorities.
         max_tokens: most tokens of all running sequences together; None for what the slots hold.
         cache_config: whether prompts that begin alike share what was computed.
 
@@ -57,6 +58,7 @@ class DecodeLoop:
         recorder: MetricsRecorder,
         *,
         max_prompt_steps: int = defaults.MAX_PROMPT_STEPS,
+        priority_aging_s: float | None = None,
         max_tokens: int | None = None,
         cache_config: KvCacheConfig | None = None,
     ) -> None:
@@ -75,6 +77,7 @@ class DecodeLoop:
             self._slots,
             limits.max_num_tokens,
             max_prompt_steps=max_prompt_steps,
+            priority_aging_s=priority_aging_s,
             max_tokens=max_tokens,
             max_draft_len=min(drafter.max_draft_len, executor.replay.max_draft_len),
             block_size=None if self.reuse is None else self.reuse.block_size,
@@ -177,7 +180,7 @@ class DecodeLoop:
         for request in admitted:
             self._drafter.begin(request.request_id, request.tokens(0, request.num_tokens))
             # One that will take over another's states needs none of its own.
-            if self.reuse is not None and not any(r.rank < request.rank for r in self._scheduler.siblings(request)):
+            if self.reuse is not None and not any(r.index < request.index for r in self._scheduler.siblings(request)):
                 self.reuse.begin(request)
         self._recorder.count_preemptions(len(preempted))
 

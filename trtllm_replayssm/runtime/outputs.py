@@ -82,6 +82,7 @@ class RequestOutput:
         outputs: the generated sequences, ``SamplingParams.n`` of them.
         finished: whether all of them have ended.
         error: what ended a sequence with finish_reason "error"; None without such a one.
+        cached_tokens: of the prompt, those that did not run because the prefix cache held what comes of them.
     """
 
     request_id: int
@@ -90,6 +91,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     error: str | None = None
+    cached_tokens: int = field(default=0, compare=False)
 
     def since(self, before: "RequestOutput") -> Self:
         """Return the output with the differences of its sequences from what they were ``before``."""

@@ -56,6 +56,7 @@ class Request:
         token_ids: generated tokens. The last is the newest token, which the recurrent state does not hold yet.
         cumulative_logprob: sum of the tokens' log-probabilities.
         top_logprobs: per generated token the likeliest tokens, where params.logprobs asks for them.
+        cached_tokens: of the prompt, those that a snapshot brought when the request first got a slot.
         num_computed: tokens of the sequence that had run when it last lost its slot; they run again.
         last_token_s: when the newest token came, by the clock of ``arrived_s``.
         finish_reason: why it ended.
@@ -82,6 +83,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     top_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cached_tokens: int = 0
     num_computed: int = 0
     last_token_s: float | None = None
     finish_reason: FinishReason | None = None
@@ -107,11 +109,6 @@ class Request:
     def is_fresh(self) -> bool:
         """Whether the request is about to run its prompt and nothing else."""
         return self.state is RequestState.PREFILL and not self.token_ids
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Orders requests by whose turn it is: higher priority first, then the order in which they came."""
-        return (-self.priority, self.request_id)
 
     @property
     def is_finished(self) -> bool:
@@ -172,6 +169,7 @@ class Request:
             [sequence._completion() for sequence in sequences],
             finished=all(sequence.is_finished for sequence in sequences),
             error=next((str(sequence.error) for sequence in sequences if sequence.error is not None), None),
+            cached_tokens=self.cached_tokens,
         )
 
     def end(self, reason: FinishReason, error: ReplaySSMError | None = None) -> None:

@@ -1,14 +1,16 @@
 """The desk: which requests run in a step, and what becomes of them after it. No tensors here.
 
-Requests take slots by rank: higher priority first, then the order in which they came. A step is a piece of one prompt,
+Requests take slots by rank: higher priority first, then the order in which they came. With aging, one more of priority
+puts a request before those that came at most so many seconds earlier, so that nobody is overtaken for ever; ranks never
+change, and the queue stays sorted. A step is a piece of one prompt,
 or one window of every decoding request. Prompts go first, yet of the steps between two decode steps at most
 ``max_prompt_steps`` are pieces of prompts, of ``max_num_tokens`` tokens together: so long can a running request wait
 for its next token, however many prompts there are. Pieces start at multiples of ``max_num_tokens`` all the same:
 where a prompt is cut does not depend on what else runs.
 
-A request that ranks higher by priority takes the slot of the lowest and youngest one, which goes back to waiting. So
-does the lowest and youngest one when the running sequences outgrow ``max_tokens``. It keeps its tokens; when its turn
-comes again, they run as a prompt.
+A request takes the slot of the lowest and youngest one that has less priority and ranks behind it, which goes back to
+waiting. So does the lowest and youngest one when the running sequences outgrow ``max_tokens``. It keeps its tokens;
+when its turn comes again, they run as a prompt.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,8 @@ from trtllm_replayssm.runtime.request import Request, RequestState, text_failure
 from trtllm_replayssm.runtime.request_heap import RequestHeap
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
+
+_HIGHEST_AGED = 10**6  # of a priority that is added to seconds, which are floats; beyond it all are alike
 
 
 class Turnover(NamedTuple):
@@ -42,6 +46,7 @@ class Scheduler:
         slots: the slots to give out.
         max_num_tokens: longest piece of a prompt, and most prompt tokens between two decode steps.
         max_prompt_steps: most pieces between two decode steps.
+        priority_aging_s: seconds of waiting that count as one more of priority; None for strict priorities.
         max_tokens: most tokens of all running sequences together, room for the next step included; None for what the
             slots hold. At least as many as the longest sequence.
         max_draft_len: most drafts of a window.
@@ -54,6 +59,7 @@ class Scheduler:
         max_num_tokens: int,
         *,
         max_prompt_steps: int = defaults.MAX_PROMPT_STEPS,
+        priority_aging_s: float | None = None,
         max_tokens: int | None = None,
         max_draft_len: int = 0,
         block_size: int | None = None,
@@ -64,7 +70,8 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._max_draft_len = max_draft_len
         self._block_size = block_size
-        self._waiting = RequestHeap(lambda request: request.rank)
+        self._priority_aging_s = priority_aging_s
+        self._waiting = RequestHeap(self.rank)
         self._running: dict[int, Request] = {}
         # Since the last decode step, and counted only while a request waited for one.
         self._prompt_steps = 0
@@ -84,6 +91,13 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests with a slot."""
         return len(self._running)
+
+    def rank(self, request: Request) -> tuple[float, int]:
+        """Return a key that orders requests by whose turn it is, the first one's the least; it stays the same."""
+        if self._priority_aging_s is None:
+            return (-request.priority, request.request_id)
+        priority = min(max(request.priority, -_HIGHEST_AGED), _HIGHEST_AGED)
+        return (request.arrived_s - priority * self._priority_aging_s, request.request_id)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -112,7 +126,7 @@ class Scheduler:
         prefilling = [r for r in self._running.values() if r.state is RequestState.PREFILL]
         decoding = [slot for slot in sorted(self._running) if self._running[slot].state is RequestState.DECODE]
         if prefilling:
-            row = self._next_piece(min(prefilling, key=lambda request: request.rank))
+            row = self._next_piece(min(prefilling, key=self.rank))
             if not decoding or self._may_delay(len(row.token_ids)):
                 self._prompt_steps += bool(decoding)
                 self._prompt_tokens += len(row.token_ids) if decoding else 0
@@ -203,7 +217,7 @@ class Scheduler:
         """Preempt requests until the next step of the others fits."""
         preempted = []
         while self._room() < 0:
-            victim = max(self._running.values(), key=lambda request: request.rank)
+            victim = max(self._running.values(), key=self.rank)
             self._preempt(victim)
             preempted.append(victim)
         return preempted
@@ -214,8 +228,9 @@ class Scheduler:
         victims: list[Request] = []
         if not lacking_slots and room >= 0:
             return victims
-        lower = (running for running in self._running.values() if running.priority < request.priority)
-        for victim in sorted(lower, key=lambda running: running.rank, reverse=True):
+        lower = [running for running in self._running.values() if running.priority < request.priority]
+        behind = [running for running in lower if self.rank(running) > self.rank(request)]
+        for victim in sorted(behind, key=self.rank, reverse=True):
             victims.append(victim)
             room += self._need(victim)
             if len(victims) >= lacking_slots and room >= 0:

@@ -333,6 +333,7 @@ def make_serving_loop(
         limits,
         recorder,
         max_prompt_steps=scheduling.max_prompt_steps,
+        priority_aging_s=scheduling.priority_aging_s,
         max_tokens=cache.max_tokens,
         cache_config=cache,
     )

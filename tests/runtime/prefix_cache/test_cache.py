@@ -79,12 +79,12 @@ def test_a_copied_slot_has_everything_of_the_other_up_to_its_length(geometry: Mo
         assert torch.equal(state.pool, expected), state.spec.name
 
 
-def small_cache(num_snapshots: float, *, block: int = 4) -> tuple[PrefixCache, int, int]:
+def small_cache(num_snapshots: float, *, block: int = 4, interval: int | None = 1000) -> tuple[PrefixCache, int, int]:
     geometry = GEOMETRIES[0]
     copies = SlotStates(geometry, random_states(geometry))
     state, rows = (-(-size // ALIGNMENT) * ALIGNMENT for size in (copies.state_bytes, copies.rows_bytes(block)))
     capacity = int(num_snapshots * (state + rows))
-    return PrefixCache(copies, block, Arena(capacity, CPU), Arena(0, CPU)), state, rows
+    return PrefixCache(copies, block, Arena(capacity, CPU), Arena(0, CPU), interval), state, rows
 
 
 def tokens(*blocks: int, tail: Sequence[int] = ()) -> list[int]:
@@ -129,6 +129,31 @@ def test_snapshots_are_wanted_at_the_last_border_and_where_prompts_part() -> Non
     cache.save(tokens(1, 2), 0)
     assert cache.positions_to_save(tokens(1, 2, 9, 9, 9)) == {16}
     assert cache.positions_to_save(tokens(1, 2, 3, tail=[1])) == set()
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (None, {4, 8, 16, 32, 40}),
+        (1, {*range(4, 41, 4)}),
+        (8, {8, 16, 24, 32, 40}),
+        (9, {12, 24, 36, 40}),
+        (40, {40}),
+        (41, {40}),
+    ],
+)
+def test_snapshots_are_wanted_within_a_prompt(interval: int | None, expected: set[int]) -> None:
+    cache, _, _ = small_cache(20, interval=interval)
+    prompt = tokens(*range(1, 11), tail=[1])
+    assert cache.positions_to_save(prompt) == expected
+    assert cache.positions_to_save(prompt[:4]) == set()
+    for position in sorted(expected):
+        assert cache.save(prompt[:position], 0)
+    assert cache.positions_to_save(prompt) == set()
+    for shared in range(1, 11):
+        found = cache.restore([*prompt[: 4 * shared], 7, 7, 7, 7, 7], 1)
+        assert found == max((position for position in expected if position <= 4 * shared), default=0)
+        assert interval is not None or shared == 0 or found > 2 * shared
 
 
 def test_the_least_recently_used_snapshot_leaves_and_the_rows_it_alone_needed_go_with_it() -> None:

@@ -13,8 +13,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.mtp_models import make_with_mtp
 from tests.tiny_models import make_nemotron_h, make_qwen
-from trtllm_replayssm import LLM, KvCacheConfig, NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm import (
+    LLM,
+    DraftTargetDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    ReplayConfig,
+    SamplingParams,
+)
+from trtllm_replayssm.config import SpeculativeConfig
 from trtllm_replayssm.errors import CapacityError, ConfigError
 
 BLOCK = 8
@@ -106,26 +116,37 @@ def test_every_prompt_length_generates_what_other_pieces_do(folder: Path, llm: L
         assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def test_what_two_prompts_share_serves_the_third(llm: LLM) -> None:
-    system = text(20, 3 * BLOCK + 2)
-    prompts = [[*system, *text(seed, 10)] for seed in (21, 22, 23)]
-    expected = [run(llm, prompt, reuse=False) for prompt in prompts]
-    reused(llm)
-    found = []
-    for prompt, result in zip(prompts, expected, strict=True):
-        assert run(llm, prompt) == result
-        found.append(reused(llm))
-    assert found == [0, 0, 3 * BLOCK]
+@pytest.mark.parametrize(
+    ("interval", "found"), [(None, (0, 4, 5)), (BLOCK, (0, 5, 5)), (2 * BLOCK - 1, (0, 4, 5)), (999, (0, 0, 5))]
+)
+@pytest.mark.parametrize("drafts", [0, 3], ids=["plain", "drafts"])
+def test_what_prompts_share_serves_the_second_in_part_and_the_third_whole(
+    folder: Path, drafts: int, interval: int | None, found: tuple[int, ...]
+) -> None:
+    system = text(20, 5 * BLOCK + 2)
+    prompts = [[*system, *text(seed, 3 * BLOCK)] for seed in (21, 22, 23)]
+    config = CONFIG.model_copy(update={"tokens_per_snapshot": interval})
+    with open_llm(folder, config, drafts=drafts) as llm:
+        for prompt, num_blocks in zip(prompts, found, strict=True):
+            expected = run(llm, prompt, reuse=False)
+            reused(llm)
+            assert run(llm, prompt) == expected
+            assert reused(llm) == num_blocks * BLOCK
 
 
 def test_a_request_that_opts_out_neither_finds_nor_leaves_anything(llm: LLM) -> None:
     prompt = text(30, 30)
     llm.reset_metrics()
+
+    def cached(*, reuse: bool = True) -> int:
+        return llm.generate(prompt, GREEDY.model_copy(update={"enable_block_reuse": reuse})).cached_tokens
+
     expected = run(llm, prompt, reuse=False)
     assert llm.metrics()["num_prefix_queries"] == llm.metrics()["num_prefix_snapshots"] == 0
     assert run(llm, prompt) == expected and reused(llm) == 0
     assert run(llm, prompt, reuse=False) == expected and reused(llm) == 0
     assert run(llm, prompt) == expected and reused(llm) == 3 * BLOCK
+    assert (cached(), cached(reuse=False)) == (3 * BLOCK, 0)
 
 
 @pytest.mark.parametrize("budgets", [(0, 0), (0, 3), (2, 3)], ids=str)
@@ -202,6 +223,26 @@ def test_the_conventional_decode_reuses_prefixes_too(folder: Path) -> None:
         expected = run(llm, prompt, reuse=False)
         assert [run(llm, prompt), run(llm, prompt)] == [expected, expected]
         assert reused(llm) == 3 * BLOCK
+
+
+@pytest.mark.parametrize("source", ["draft", "mtp"])
+def test_a_hit_with_drafts_of_a_model_or_a_head_generates_what_no_hit_does(tmp_path: Path, source: str) -> None:
+    target = make_with_mtp(tmp_path / "target", "qwen3_5", "copying", mixing=0.01, seed=3)
+    config: SpeculativeConfig = MTPDecodingConfig(max_draft_len=3, adaptive=False)
+    if source == "draft":
+        draft = make_with_mtp(tmp_path / "draft", "qwen3_5", "copying", mixing=0.02, seed=3)
+        config = DraftTargetDecodingConfig(speculative_model=draft, max_draft_len=3, adaptive=False)
+    options: dict[str, Any] = {"device": "cpu", "max_batch_size": 2, "max_seq_len": 96}
+    base = text(1, 40)
+    with LLM(target, **options, speculative_config=config, kv_cache_config=CONFIG) as llm:
+        for params in (GREEDY, SAMPLED):
+            run(llm, base, params)
+            for shared in (7, 8, 9, 16, 30, 39):
+                prompt = [*base[:shared], *text(100 + shared, 11)]
+                expected = run(llm, prompt, params, reuse=False)
+                assert [run(llm, prompt, params) for _ in range(2)] == [expected] * 2
+        metrics = llm.metrics()
+    assert metrics["num_prefix_hits"] > 20 and 0.1 < metrics["acceptance_rate"] < 0.95
 
 
 def test_blocks_that_are_shorter_than_a_prompt_piece_can_be_are_refused(folder: Path) -> None:

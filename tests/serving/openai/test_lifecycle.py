@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.serving.audit import forbidden, watching
 from tests.serving.openai.servers import MODEL, InBackground, ServerProcess, ask, metric, wait_until
 from trtllm_replayssm import LLM, KvCacheConfig, SamplingParams, SchedulerConfig
 from trtllm_replayssm.errors import CapacityError, ExecutorError, QueueFullError, RequestError, ShutdownError
@@ -280,9 +280,13 @@ def test_reused_prompts_are_counted() -> None:
     cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8)
     with LLM(MODEL, device="cpu", kv_cache_config=cache) as llm, served(llm) as (port, _):
         body = BODY | {"prompt": list(range(5, 25)), "max_tokens": 3, "temperature": 0}
-        texts = {ask(port, "/v1/completions", body).content["choices"][0]["text"] for _ in range(3)}
-        assert len(texts) == 1
-        assert metric(port, "prefix_hits_total") == 2 and metric(port, "reused_tokens_total") == 32
+        answers = [ask(port, "/v1/completions", body).content for _ in range(3)]
+        assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+        assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 16, 16]
+        asked = body | {"stream": True, "stream_options": {"include_usage": True}, "prompt": [body["prompt"]] * 2}
+        *_, last, _ = ask(port, "/v1/completions", asked).body.decode().strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
+        assert metric(port, "prefix_hits_total") == 4 and metric(port, "reused_tokens_total") == 64
         assert metric(port, "prefix_device_bytes") > 0
 
 
@@ -299,24 +303,9 @@ def test_a_model_without_a_tokenizer_takes_and_gives_tokens(tmp_path: Path) -> N
         assert answer.status == 400 and "has no tokenizer.json" in answer.message
 
 
-OPENED: list[str] = []
-IS_WATCHING = threading.Event()
-
-
-def watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if IS_WATCHING.is_set() and event in (
-        "open",
-        "os.listdir",
-        "os.scandir",
-        "pickle.find_class",
-        "exec",
-        "subprocess.Popen",
-    ):
-        OPENED.append(f"{event} {arguments[0]!r}")
-
-
 def test_no_word_of_a_request_reaches_the_file_system(tmp_path: Path) -> None:
     marked = str(tmp_path / "marked")
+    Path(marked).write_text('{"const": "leaked"}')  # a library in Rust would read it unseen
     words: Any = [
         {"prompt": marked},
         {"prompt": [marked, "file://" + marked], "stop": marked},
@@ -331,18 +320,14 @@ def test_no_word_of_a_request_reaches_the_file_system(tmp_path: Path) -> None:
     ]
     with LLM(MODEL, device="cpu", max_batch_size=2) as llm, served(llm) as (port, _):
         assert ask(port, "/v1/completions", BODY | {"max_tokens": 2}).status == 200  # lazy imports
-        sys.addaudithook(watch)
-        IS_WATCHING.set()
-        try:
-            for change in words:
-                ask(port, "/v1/completions", BODY | {"max_tokens": 2} | change)
+        with watching() as seen:
+            answers = [ask(port, "/v1/completions", BODY | {"max_tokens": 20} | change) for change in words]
             for change in chats:
-                ask(port, "/v1/chat/completions", {"model": "tiny", "max_tokens": 2} | change)
-            ask(port, f"/v1/models/{marked}")
-            ask(port, marked)
-        finally:
-            IS_WATCHING.clear()
-    assert not [what for what in OPENED if "marked" in what or "pickle" in what or "subprocess" in what]
+                answers.append(ask(port, "/v1/chat/completions", {"model": "tiny", "max_tokens": 2} | change))
+            answers += [ask(port, f"/v1/models/{marked}"), ask(port, marked)]
+    assert seen and not forbidden(seen, "marked")
+    assert [answer.status for answer in answers[4:6]] == [400, 400]
+    assert not [answer for answer in answers if b"leaked" in answer.body]
 
 
 def test_what_is_no_fault_of_the_request_is_none_of_the_clients() -> None:

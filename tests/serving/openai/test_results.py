@@ -44,6 +44,7 @@ def test_a_completion_is_that_of_the_llm(server: ServerProcess, llm: LLM, rules:
     assert found.usage is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (length, len(own.token_ids))
     assert found.usage.total_tokens == length + len(own.token_ids)
+    assert found.usage.prompt_tokens_details is not None and found.usage.prompt_tokens_details.cached_tokens == 0
     assert found.object == "text_completion" and found.id.startswith("cmpl-")
 
 

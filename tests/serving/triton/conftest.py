@@ -30,10 +30,12 @@ def has_server() -> None:
 
 @pytest.fixture(scope="session")
 def server(has_server: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[triton.Server]:
-    """A server of a model that streams, with drafts, and of one that answers once, in two instances."""
+    """A server of a model that streams, with drafts and a prefix cache, and of one that answers once, two instances."""
     repository = tmp_path_factory.mktemp("repository")
-    write(repository, "stream", "--speculative", "ngram", "--cancellation_check_period_ms", "20")
-    write(repository, "whole", "--no_decoupled", "--instances", "2", "--metrics_period_ms", "100")
+    often = ("--metrics_period_ms", "100")
+    cache = ("--enable_block_reuse", "--tokens_per_block", "16", "--device_cache_size", str(2**24))
+    write(repository, "stream", "--speculative", "ngram", "--cancellation_check_period_ms", "20", *cache, *often)
+    write(repository, "whole", "--no_decoupled", "--instances", "2", *often)
     with triton.running(repository, tmp_path_factory.mktemp("server")) as running:
         yield running
 

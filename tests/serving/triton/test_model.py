@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.serving.audit import forbidden, watching
 from tests.serving.triton.conftest import BATCH_SIZE, MODEL
 from tests.serving.triton.test_requests import ALL, tensors
 from trtllm_replayssm import LLM, SamplingParams
@@ -227,6 +229,29 @@ def test_a_librarys_panic_is_answered(model: ReplayModel, monkeypatch: pytest.Mo
         error = error_of(ask(model, text_input=PROMPT))
     assert error.code == "INTERNAL" and "PanicError: called `unwrap` on nothing" in error.message
     assert text_of(ask(model, text_input=PROMPT, max_tokens=3))
+
+
+def test_no_word_of_a_request_reaches_the_file_system(model: ReplayModel, tmp_path: Path) -> None:
+    marked = tmp_path / "marked"
+    marked.write_text('{"const": "leaked"}')
+    assert text_of(ask(model, text_input=PROMPT, max_tokens=2)) is not None  # lazy imports
+    guides = [json.dumps({"$ref": f"file://{marked}"}), json.dumps({"$ref": str(marked)})]
+    with watching() as seen:
+        text_of(
+            ask(model, text_input=str(marked), max_tokens=2, stop_words=[f"file://{marked}"], bad_words=str(marked))
+        )
+        senders = [
+            ask(
+                model,
+                text_input=PROMPT,
+                max_tokens=20,
+                guided_decoding_guide_type="json_schema",
+                guided_decoding_guide=guide,
+            )
+            for guide in guides
+        ]
+        assert [error_of(sender) is not None for sender in senders] == [True, True]
+    assert not forbidden(seen, "marked")
 
 
 @pytest.mark.parametrize("kind", DEVICES)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -216,6 +217,50 @@ def test_an_http_stream_whose_client_has_gone_frees_its_slot(server: Server) -> 
         lambda: metric(server, "replayssm_cancelled_sequences_total", "stream") == before + 1,
         "the request is cancelled",
     )
+
+
+def test_a_reader_that_does_not_read_holds_no_slot(server: Server) -> None:
+    names = ("sequences", "cancelled_sequences")
+    before = [metric(server, f"replayssm_{name}_total", "stream") for name in names]
+    data = json.dumps({"text_input": PROMPT, "max_tokens": 600, "stream": True, "return_log_probs": True}).encode()
+    head = f"POST /v2/models/stream/generate_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect((HOST, server.http))
+        client.sendall(head.encode() + data)
+        wait_for(lambda: metric(server, "replayssm_sequences_total", "stream") > before[0], "it has run to its end")
+        wait_for(lambda: metric(server, "replayssm_running_sequences", "stream") == 0, "its slot is free")
+        assert generate(server, "stream", text_input=PROMPT, max_tokens=2)["sequence_length"] == 2
+        # What it did not take is still there for it.
+        client.settimeout(30)
+        read = b""
+        while b'"finish_reason":"length"' not in read:
+            piece = client.recv(2**16)
+            assert piece, "it was cut off"
+            read = read[-100:] + piece
+    assert metric(server, "replayssm_cancelled_sequences_total", "stream") == before[1]
+
+
+def test_a_prompt_that_begins_like_another_starts_from_its_states(server: Server, llm: LLM) -> None:
+    system = "import os\n\n\nclass Shared:\n" + "    value = 1\n" * 12
+
+    def count() -> tuple[float, float, float]:
+        names = ("prefix_hits", "reused_tokens", "prompt_tokens")
+        hits, reused, ran = (metric(server, f"replayssm_{name}_total", "stream") for name in names)
+        return hits, reused, reused + ran
+
+    time.sleep(0.5)  # what ran before is shown
+    hits, reused, tokens = count()
+    for tail in ("def one(self):\n", "def two(self, x):\n"):
+        answer = generate(server, "stream", text_input=system + tail, max_tokens=8)
+        expected = greedy(llm, system + tail, 8)
+        assert answer["output_ids"] == expected.outputs[0].token_ids
+        tokens += len(expected.prompt_token_ids)
+        wait_for(lambda tokens=tokens: count()[2] == tokens, "each token was reused or ran")  # type: ignore[misc]
+    # The second of the two found the states after 1, 2, 4, ... blocks of the first.
+    assert count()[0] == hits + 1 and count()[1] >= reused + 32
+    assert metric(server, "replayssm_prefix_device_bytes", "stream") > 0
+    assert metric(server, "replayssm_prefix_hits_total", "whole") == 0, "it has no such cache"
 
 
 def test_a_request_that_runs_out_of_time_says_so(server: Server) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.serving.triton.conftest import MODEL
 from trtllm_replayssm.cli.main import main
+from trtllm_replayssm.config import KvCacheConfig
 from trtllm_replayssm.errors import (
     CapacityError,
     CheckpointError,
@@ -154,6 +155,18 @@ def test_settings_are_read_from_text_and_written_to_it() -> None:
         ModelSettings.from_parameters({"engine_dir": "engine", "max_batch": "4"})
     with pytest.raises(ConfigError, match="max_draft_len: found without speculative"):
         ModelSettings(engine_dir="engine", max_draft_len=2).llm_options(Path(), "cpu")
+
+
+def test_the_cache_of_states_is_the_llms_own() -> None:
+    reuse = {"tokens_per_block": 8, "tokens_per_snapshot": 16, "device_cache_size": 4096, "host_cache_size": 0}
+    given: dict[str, Any] = {"enable_block_reuse": True, "free_gpu_memory_fraction": 0.5, **reuse}
+    settings = ModelSettings.from_parameters({"engine_dir": "e", **{name: str(wish) for name, wish in given.items()}})
+    assert ModelSettings.from_parameters(settings.parameters()) == settings
+    assert settings.llm_options(Path(), "cpu")["kv_cache_config"] == KvCacheConfig(**given)
+    assert ModelSettings(engine_dir="e").llm_options(Path(), "cpu")["kv_cache_config"] == KvCacheConfig()
+    for name, value in reuse.items():
+        with pytest.raises(ConfigError, match=f"{name}: found without enable_block_reuse"):
+            ModelSettings(engine_dir="e", **{name: value}).llm_options(Path(), "cpu")  # type: ignore[arg-type]
 
 
 def test_text_format() -> None:

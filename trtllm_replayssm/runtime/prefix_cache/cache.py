@@ -1,8 +1,8 @@
 """The prefix cache: which snapshot a prompt can start from, which ones to take of it, and what they do to the budgets.
 
-Where snapshots are taken: at the last block border within a prompt, and where a prompt leaves what is known, for what
-two prompts share a third one is likely to begin with. A snapshot costs a whole recurrent state, however short the
-prefix, so they are not taken at every border.
+Where snapshots are taken: at the last block border within a prompt; where a prompt leaves what is known, for what two
+prompts share a third one is likely to begin with; and at some borders between, for the first two. A snapshot costs a
+whole recurrent state, however short the prefix, so they are not taken at every border unless that is asked for.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,10 +39,15 @@ class PrefixCache:
         block_size: tokens of a block; a snapshot of a prompt stands at a multiple.
         device: the memory next to the pools.
         host: the memory for what leaves the device.
+        tokens_per_snapshot: within prompts, snapshots are so many tokens apart, rounded up to whole blocks; None takes
+            them at 1, 2, 4, 8, ... blocks.
     """
 
-    def __init__(self, states: SlotStates, block_size: int, device: Arena, host: Arena) -> None:
+    def __init__(
+        self, states: SlotStates, block_size: int, device: Arena, host: Arena, tokens_per_snapshot: int | None = None
+    ) -> None:
         self.block_size = block_size
+        self._interval = None if tokens_per_snapshot is None else -(-tokens_per_snapshot // block_size) * block_size
         self._states = states
         self._tree = PrefixTree(block_size)
         self._store = Store(device, host, self._forget)
@@ -83,7 +88,7 @@ class PrefixCache:
         known = self._tree.match(token_ids[:last])
         branch = known[-1].end if known else 0
         held = {node.end for node in known if node.state is not None}
-        return frozenset({last, branch} - held - {0})
+        return frozenset({last, branch, *self._milestones(last)} - held - {0})
 
     def save(self, token_ids: Sequence[int], slot: int) -> bool:
         """Take a snapshot of a slot whose checkpoint holds exactly these tokens; say whether there is one now."""
@@ -119,6 +124,16 @@ class PrefixCache:
         self.clear()
         self._store.device.arena.close()
         self._store.host.arena.close()
+
+    def _milestones(self, last: int) -> Iterable[int]:
+        """Return the borders before the last at which a snapshot is taken of every prompt, whatever it begins with.
+
+        With doubled distances a prompt that shares blocks with one earlier prompt starts behind more than half of them,
+        for a few states each.
+        """
+        if self._interval is not None:
+            return range(self._interval, last, self._interval)
+        return (self.block_size << exponent for exponent in range((last // self.block_size).bit_length()))
 
     def _fill(self, path: Sequence[Node], slot: int) -> None:
         """Copy what is missing of a path, rows first; nothing more once a chunk finds no room."""

@@ -51,6 +51,7 @@ class PrefixReuse:
             self.block_size,
             Arena(config.device_cache_size, executor.device),
             Arena(config.host_cache_size, torch.device("cpu"), is_page_locked=is_cuda),
+            config.tokens_per_snapshot,
         )
         self._to_save: dict[int, frozenset[int]] = {}
 
@@ -62,6 +63,8 @@ class PrefixReuse:
         tokens = request.tokens(0, request.num_tokens)  # generated ones, too, of one that lost its slot
         start = self._cache.restore(tokens, request.slot)
         self._slots.resume(request.slot, start, start)
+        if not request.num_computed:  # what comes back later is its own
+            request.cached_tokens = start
         self._to_save[request.request_id] = self._cache.positions_to_save(tokens)
 
     def follow(self, requests: Sequence[Request]) -> None:

@@ -131,8 +131,13 @@ class Choice:
         return offset
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    """Return the numbers of tokens of a request's prompts and sequences."""
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Return the numbers of tokens of a request's prompts and sequences, and how many the prefix cache had."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
+    }

@@ -37,6 +37,16 @@ _COUNTERS = (
     _Family("replayssm_state_written_bytes_total", "state_bytes_written", "State bytes written by the protocol."),
     _Family("replayssm_busy_seconds_total", "wall_time_s", "Time in which there were requests to run."),
 )
+# Of a model with a prefix cache; 0 without.
+_CACHE_GAUGES = (
+    _Family("replayssm_prefix_device_bytes", "prefix_device_bytes", "Bytes of snapshots on the device."),
+    _Family("replayssm_prefix_host_bytes", "prefix_host_bytes", "Bytes of snapshots in host memory."),
+)
+_CACHE_COUNTERS = (
+    _Family("replayssm_prefix_queries_total", "num_prefix_queries", "Prompts that asked for a snapshot."),
+    _Family("replayssm_prefix_hits_total", "num_prefix_hits", "Prompts that started from a snapshot."),
+    _Family("replayssm_reused_tokens_total", "num_reused_tokens", "Prompt tokens that a snapshot held."),
+)
 _LATENCIES = (
     _Family("replayssm_time_to_first_token_seconds", "time_to_first_token", "From arrival to the first token"),
     _Family("replayssm_inter_token_seconds", "inter_token", "From a token to the next of its sequence"),
@@ -71,9 +81,10 @@ class TritonMetrics:
         """Show the newest numbers: those of ``LLM.metrics()`` and ``LLM.latencies()``."""
         if self.obstacle is not None:
             return
-        for family in _GAUGES:
+        has_cache = "num_prefix_queries" in counted
+        for family in (*_GAUGES, *(_CACHE_GAUGES if has_cache else ())):
             self._metrics[family.name].set(float(counted[family.key] or 0.0))
-        for family in _COUNTERS:
+        for family in (*_COUNTERS, *(_CACHE_COUNTERS if has_cache else ())):
             self._raise_to(family.name, float(counted[family.key]))
         for family in _LATENCIES:
             histogram = getattr(latencies, family.key)
@@ -82,9 +93,9 @@ class TritonMetrics:
 
     def _register(self) -> None:
         kinds = self._pb_utils.MetricFamily
-        for family in _GAUGES:
+        for family in (*_GAUGES, *_CACHE_GAUGES):
             self._add(family.name, family.description, kinds.GAUGE)
-        for family in _COUNTERS:
+        for family in (*_COUNTERS, *_CACHE_COUNTERS):
             self._add(family.name, family.description, kinds.COUNTER)
         for family in _LATENCIES:
             self._add(f"{family.name}_sum", f"{family.description}, all of them together.", kinds.COUNTER)

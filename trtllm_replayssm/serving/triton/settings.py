@@ -41,6 +41,11 @@ class ModelSettings(Frozen):
         max_queue_size: most requests that wait; further ones are refused with the status "unavailable".
         max_sequences: most sequences that one request may ask for.
         enable_block_reuse: whether prompts may start from the states of earlier ones that begin alike.
+        tokens_per_block: of ``KvCacheConfig``, as the next four; None for its default.
+        tokens_per_snapshot: idem.
+        device_cache_size: idem.
+        host_cache_size: idem.
+        free_gpu_memory_fraction: idem.
         history: most pending tokens of a slot, or "auto".
         state_dtype: of the recurrent state.
         speculative: where drafts come from; None for none.
@@ -63,6 +68,11 @@ class ModelSettings(Frozen):
     max_queue_size: int | None = Field(default=None, ge=0)
     max_sequences: int = Field(default=128, ge=1)
     enable_block_reuse: bool = False
+    tokens_per_block: int | None = Field(default=None, ge=1)
+    tokens_per_snapshot: int | None = Field(default=None, ge=1)
+    device_cache_size: int | None = Field(default=None, ge=0)
+    host_cache_size: int | None = Field(default=None, ge=0)
+    free_gpu_memory_fraction: float | None = Field(default=None, gt=0, le=1)
     history: int | Literal["auto"] | None = None
     state_dtype: StateDtype | None = None
     speculative: DraftSource | None = None
@@ -103,6 +113,11 @@ class ModelSettings(Frozen):
         drafts = _given({"max_draft_len": self.max_draft_len, "speculative_model": model})
         if drafts and self.speculative is None:
             raise ConfigError(f"{', '.join(drafts)}: found without speculative; needed both or neither.")
+        of_reuse = ("tokens_per_block", "tokens_per_snapshot", "device_cache_size", "host_cache_size")
+        reuse = _given({name: getattr(self, name) for name in of_reuse})
+        if reuse and not self.enable_block_reuse:
+            raise ConfigError(f"{', '.join(reuse)}: found without enable_block_reuse; needed both or neither.")
+        cache = reuse | _given({"free_gpu_memory_fraction": self.free_gpu_memory_fraction})
         replay = {"history": self.history, "state_dtype": self.state_dtype}
         options: dict[str, Any] = {
             "model": version_folder / self.engine_dir,
@@ -114,7 +129,7 @@ class ModelSettings(Frozen):
             "max_seq_len": self.max_seq_len,
             "max_num_tokens": self.max_num_tokens,
             "scheduler_config": SchedulerConfig(max_queue_size=self.max_queue_size),
-            "kv_cache_config": KvCacheConfig(enable_block_reuse=self.enable_block_reuse),
+            "kv_cache_config": KvCacheConfig(enable_block_reuse=self.enable_block_reuse, **cache),
             "replay": ReplayConfig(**_given(replay)),
         }
         if self.speculative is not None:
