@@ -13,17 +13,21 @@ from trtllm_replayssm.builders import engine_folder, kernels
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.checkpoint.staging import check_output, staged_folder
 from trtllm_replayssm.builders.network import NetworkTask, require_packages, write_network_apart
-from trtllm_replayssm.builders.plan import build_plan, target_capabilities
-from trtllm_replayssm.builders.profiles import bindings, profiles
+from trtllm_replayssm.builders.plan import Plan, build_plan, target_capabilities
+from trtllm_replayssm.builders.profiles import bindings, mtp_bindings, profiles
 from trtllm_replayssm.builders.progress import BuildProgress
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import EngineLimits, History, ModelGeometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.contract.manifest import (
     ENGINE_FILE,
+    MTP_ENGINE_FILE,
     WEIGHTS_FILE,
     BackendName,
     BuildReport,
     Manifest,
+    MtpRecord,
+    SpeculativeDecodingMode,
+    TensorRecord,
     WeightsMode,
 )
 from trtllm_replayssm.errors import CheckpointError, ConfigError, validation_text
@@ -31,6 +35,7 @@ from trtllm_replayssm.plugins.history_choice import longest_history, resolve_his
 from trtllm_replayssm.plugins.specializations import MAX_ROWS
 
 ONNX_FILE = "model.onnx"
+MTP_ONNX_FILE = "mtp.onnx"
 # TensorRT's dimensions are 32-bit integers, and so are the lengths of a step.
 _MAX_DIMENSION = 2**31 - 1
 _NETWORK_STEP = "write network"
@@ -47,6 +52,7 @@ class BuildTask:
         limits: what the engine will accept.
         weights: where the weights will be.
         has_weights: whether checkpoint_dir holds them.
+        has_head: whether the multi-token prediction head gets an engine, too.
         backend: the TensorRT to build with.
         capabilities: targets as 10 * major + minor.
     """
@@ -57,6 +63,7 @@ class BuildTask:
     limits: EngineLimits
     weights: WeightsMode
     has_weights: bool
+    has_head: bool
     backend: Backend
     capabilities: tuple[int, ...]
 
@@ -74,6 +81,7 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
     history: History = defaults.HISTORY,
     state_dtype: StateDtype = defaults.STATE_DTYPE,
     weights: WeightsMode = "external",
+    speculative_decoding_mode: SpeculativeDecodingMode | None = None,
     compute_capabilities: Sequence[int] | None = None,
     progress: BuildProgress | None = None,
 ) -> Path:
@@ -93,6 +101,8 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
             model, the state type, max_draft_len and the GPUs.
         state_dtype: type of the recurrent state in memory.
         weights: "external" keeps them out of the plan, to be bound at load; "embedded" puts them into it.
+        speculative_decoding_mode: "mtp" builds an engine of the model's multi-token prediction head beside its own;
+            all other drafts need max_draft_len alone.
         compute_capabilities: GPUs to build for, as 10 * major + minor; None takes the backend's default.
         progress: where to show the steps.
 
@@ -101,7 +111,7 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
 
     Raises:
         ConfigError: settings that contradict each other, or an output that is taken.
-        CheckpointError: not a rank checkpoint, or no weights to embed.
+        CheckpointError: not a rank checkpoint, no weights to embed, or no head.
         UnsupportedError: there is no kernel for the shapes of the model's layers.
         BackendError: no TensorRT that can build this.
         BuildError: TensorRT or the compilers refused; with their own lines.
@@ -111,8 +121,15 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
     longest, limits = _settings(
         history, max_draft_len, state_dtype, (max_batch_size, max_input_len, max_seq_len, max_num_tokens)
     )
+    _check_mode(speculative_decoding_mode, max_draft_len)
     check_output(output_dir)
     folder, geometry, has_weights = _open_checkpoint(Path(checkpoint_dir), weights)
+    has_head = speculative_decoding_mode == "mtp"
+    if has_head and geometry.mtp is None:
+        raise CheckpointError(
+            f"{folder}: found no multi-token prediction head; speculative_decoding_mode 'mtp' needed its weights, "
+            "mtp.*, in the rank checkpoint. Those that convert left out are named in its account."
+        )
     kernels.specializations(geometry, longest)
     chosen = backends.load(backend)
     capabilities = target_capabilities(chosen, compute_capabilities)
@@ -124,7 +141,7 @@ def build(  # noqa: PLR0913 - the options of the command line, by their names
         compute_capabilities=capabilities,
     )
     replay = longest.model_copy(update={"history": resolved})
-    task = BuildTask(folder, geometry, replay, limits, weights, has_weights, chosen, capabilities)
+    task = BuildTask(folder, geometry, replay, limits, weights, has_weights, has_head, chosen, capabilities)
     with progress or BuildProgress() as shown:
         with shown.step("load plugins"):  # before the long steps: a missing compiler is found here
             chosen.load_plugins()
@@ -137,7 +154,7 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
     if task.has_weights:
         engine_folder.link_weights(task.checkpoint_dir, staging)
     weights_file = staging / WEIGHTS_FILE if task.has_weights else None
-    onnx_file = staging / ONNX_FILE
+    onnx_file, mtp_onnx_file = staging / ONNX_FILE, staging / MTP_ONNX_FILE
     # Here and not in the child, which finds them in the cache: beside the export the compiler's memory would count.
     with progress.step("compile kernels"):
         kernels.kernel_images(task.geometry, task.replay, task.capabilities)
@@ -150,13 +167,24 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
                 compute_capabilities=task.capabilities,
                 onnx_file=onnx_file,
                 weights_file=weights_file if task.weights == "embedded" else None,
+                mtp_onnx_file=mtp_onnx_file if task.has_head else None,
             )
         )
     progress.split(_NETWORK_STEP, network.seconds, rest="start process")
-    tensors = bindings(task.geometry, task.replay, task.limits, task.weights)
+    built = (task.geometry, task.replay, task.limits, task.weights)
+    tensors = bindings(*built, returns_hidden_states=task.has_head)
     ranges = profiles(task.replay, task.limits)
-    plan = build_plan(task.backend, onnx_file, staging / ENGINE_FILE, tensors, ranges, task.capabilities, progress)
-    onnx_file.unlink()
+
+    def planned(source: Path, name: str, records: tuple[TensorRecord, ...], label: str = "") -> Plan:
+        found = build_plan(task.backend, source, staging / name, records, ranges, task.capabilities, progress, label)
+        source.unlink()
+        return found
+
+    plan, head, mtp = planned(onnx_file, ENGINE_FILE, tensors), None, None
+    if task.has_head:
+        mtp_tensors = mtp_bindings(*built)
+        head = planned(mtp_onnx_file, MTP_ENGINE_FILE, mtp_tensors, " mtp")
+        mtp = MtpRecord(tensors=mtp_tensors, engine_sha256=head.sha256, engine_bytes=head.num_bytes)
     manifest = Manifest(
         package_version=__version__,
         backend=task.backend.name,
@@ -172,14 +200,30 @@ def _build_in(staging: Path, task: BuildTask, progress: BuildProgress) -> None:
         checkpoint=engine_folder.checkpoint_record(weights_file),
         engine_sha256=plan.sha256,
         engine_bytes=plan.num_bytes,
+        mtp=mtp,
     )
     report = BuildReport(
         network_layers=plan.network_layers,
         engine_layers=plan.engine_layers,
-        warnings=plan.warnings,
+        warnings=plan.warnings + (() if head is None else head.warnings),
         seconds=progress.seconds,
+        mtp_network_layers=() if head is None else head.network_layers,
+        mtp_engine_layers=() if head is None else head.engine_layers,
     )
     engine_folder.write_descriptions(staging, task.checkpoint_dir, manifest, report)
+
+
+def _check_mode(mode: object, max_draft_len: int) -> None:
+    if mode not in (None, "mtp"):
+        raise ConfigError(
+            f"speculative_decoding_mode: found {mode!r}; needed 'mtp' or nothing: drafts of other kinds need "
+            "max_draft_len alone."
+        )
+    if mode is not None and max_draft_len < 1:
+        raise ConfigError(
+            f"speculative_decoding_mode: found {mode!r} with max_draft_len={max_draft_len}; needed max_draft_len of 1 "
+            "or more."
+        )
 
 
 def _settings(

@@ -7,7 +7,7 @@ there: no copy of the weights is made.
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +18,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
 from trtllm_replayssm.builders import onnx_ops
-from trtllm_replayssm.builders.models.registry import create_model
+from trtllm_replayssm.builders.models.registry import create_model, create_mtp_head
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE
 from trtllm_replayssm.contract.safetensors_header import DTYPE_NAMES, read_entries
-from trtllm_replayssm.contract.tensors import TensorSpec, network_inputs, network_outputs, weight_specs
+from trtllm_replayssm.contract.tensors import (
+    MTP_PREFIX,
+    TensorSpec,
+    mtp_network_inputs,
+    mtp_network_outputs,
+    mtp_weight_specs,
+    network_inputs,
+    network_outputs,
+    weight_specs,
+)
 from trtllm_replayssm.errors import BuildError, CheckpointError
 from trtllm_replayssm.ops.dtypes import torch_dtype
 
@@ -37,39 +46,69 @@ _ONNX_TYPES = {
 }
 
 
-class _Network(nn.Module):
-    """The model with its weights as the last argument, in the order of ``weight_specs``."""
+class _Model(nn.Module):
+    """A model's step with its results in the order of ``network_outputs``."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, *, returns_hidden_states: bool) -> None:
         super().__init__()
-        # Hidden from nn.Module: parameters of the traced module itself would become initialisers.
-        self.__dict__["model"] = model
-        self.names = tuple(names)
+        self.module = module
+        self._returns_hidden_states = returns_hidden_states
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        past_lengths: torch.Tensor,
-        checkpoint_lengths: torch.Tensor,
-        num_tokens: torch.Tensor,
-        slot_ids: torch.Tensor,
-        logits_indices: torch.Tensor,
-        states: tuple[torch.Tensor, ...],
-        weights: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, ...]:
-        step = (input_ids, past_lengths, checkpoint_lengths, num_tokens, slot_ids, logits_indices)
-        named = dict(zip(self.names, weights, strict=True))
-        logits, present = torch.func.functional_call(self.__dict__["model"], named, (*step, states))
+    def forward(self, step: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if self._returns_hidden_states:
+            logits, hidden, present = self.module.forward_with_hidden_states(step, states)  # type: ignore[operator]
+            return logits, hidden, *present
+        logits, present = self.module(*step, states)
         return logits, *present
 
 
-def export(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> onnx.ModelProto:
+class _Head(nn.Module):
+    """A multi-token prediction head's step with its results in the order of ``mtp_network_outputs``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        embedded, hidden, past_lengths = step
+        # A cache update of TensorRT's writes all rows of the window: of a graph's attention nobody asks for num_tokens
+        # or slots.
+        unread = past_lengths
+        out, present = self.module(embedded, hidden, past_lengths, unread, unread, states)
+        return out, *present
+
+
+class _Network(nn.Module):
+    """A step whose states and weights are its last argument: a head of MLPs has no states, and none may lack."""
+
+    def __init__(self, step: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        # Hidden from nn.Module: parameters of the traced module itself would become initialisers.
+        self.__dict__["step"] = step
+        self.names = [f"module.{name}" for name in names]
+
+    def forward(
+        self,
+        step: tuple[torch.Tensor, ...],
+        states_and_weights: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        num_states = len(states_and_weights) - len(self.names)
+        states, weights = states_and_weights[:num_states], states_and_weights[num_states:]
+        named = dict(zip(self.names, weights, strict=True))
+        results: tuple[torch.Tensor, ...] = torch.func.functional_call(self.__dict__["step"], named, (step, states))
+        return results
+
+
+def export(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, *, returns_hidden_states: bool = False
+) -> onnx.ModelProto:
     """Trace a model of the given geometry.
 
     Args:
         geometry: of the model.
         replay: history, window and state type.
         limits: of the engine; slots and cache capacity become constants of the graph.
+        returns_hidden_states: give the graph these as an output, too.
 
     Returns:
         The graph, its inputs and outputs named as ``contract.tensors`` says, with B, S and J dynamic.
@@ -77,24 +116,41 @@ def export(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
     Raises:
         BuildError: the traced graph's inputs or outputs are not those of the contract.
     """
-    inputs = network_inputs(geometry, replay, limits)
-    outputs = network_outputs(geometry, replay, limits)
-    by_role: dict[str, list[torch.Tensor]] = {"step": [], "state": [], "weight": []}
-    dynamic: dict[str, list[dict[int, Dim]]] = {"step": [], "state": [], "weight": []}
+    with FakeTensorMode():
+        model = _Model(create_model(geometry, replay), returns_hidden_states=returns_hidden_states)
+    network = _Network(model, [spec.name for spec in weight_specs(geometry)])
+    outputs = network_outputs(geometry, replay, limits, returns_hidden_states=returns_hidden_states)
+    return _traced(network, network_inputs(geometry, replay, limits), outputs)
+
+
+def export_mtp_head(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> onnx.ModelProto:
+    """Trace the multi-token prediction head of a model that has one, as ``export``."""
+    with FakeTensorMode():
+        head = _Head(create_mtp_head(geometry, replay))
+    network = _Network(head, [spec.name.removeprefix(MTP_PREFIX) for spec in mtp_weight_specs(geometry)])
+    inputs = mtp_network_inputs(geometry, replay, limits)
+    return _traced(network, inputs, mtp_network_outputs(geometry, replay, limits))
+
+
+def _traced(
+    network: _Network, inputs: Sequence[tuple[str, TensorSpec]], outputs: Sequence[tuple[str, TensorSpec]]
+) -> onnx.ModelProto:
+    arguments: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    dynamic: tuple[list[dict[int, Dim]], list[dict[int, Dim]]] = ([], [])
     dims = {symbol: Dim(symbol, min=1) for symbol in _TRACED}
     # Fake tensors have shapes and no memory. (Meta tensors do not mix with what torch's symbolic ops return.)
     with FakeTensorMode():
         for _, spec in inputs:
-            by_role[spec.role].append(_traced_tensor(spec))
-            dynamic[spec.role].append({axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)})
-        network = _Network(create_model(geometry, replay), [spec.name for spec in weight_specs(geometry)])
+            place = int(spec.role != "step")
+            arguments[place].append(_traced_tensor(spec))
+            dynamic[place].append({axis: dims[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)})
     with _quiet(), onnx_ops.exporting():
         program = torch.onnx.export(
             network,
-            (*by_role["step"], tuple(by_role["state"]), tuple(by_role["weight"])),
+            tuple(map(tuple, arguments)),
             dynamo=True,
             opset_version=OPSET,
-            dynamic_shapes=(*dynamic["step"], tuple(dynamic["state"]), tuple(dynamic["weight"])),
+            dynamic_shapes=tuple(map(tuple, dynamic)),
             input_names=[name for name, _ in inputs],
             output_names=[name for name, _ in outputs],
             verbose=False,
@@ -107,7 +163,7 @@ def export(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
     return graph
 
 
-def set_kernels(model: onnx.ModelProto, images: dict[str, bytes]) -> None:
+def set_kernels(model: onnx.ModelProto, images: Mapping[str, bytes]) -> None:
     """Give every node of ours its kernel image as the int8 tensor attribute ``kernels``.
 
     Args:
@@ -122,19 +178,19 @@ def set_kernels(model: onnx.ModelProto, images: dict[str, bytes]) -> None:
         node.attribute.append(onnx.helper.make_attribute("kernels", tensor))
 
 
-def embed_weights(model: onnx.ModelProto, weights_file: Path, geometry: ModelGeometry) -> None:
+def embed_weights(model: onnx.ModelProto, weights_file: Path, weights: Sequence[TensorSpec]) -> None:
     """Turn the weight inputs into initialisers that refer to the bytes of a rank checkpoint.
 
     Args:
         model: changed in place; it must be saved in the folder of ``weights_file``.
         weights_file: a safetensors file.
-        geometry: of the model.
+        weights: the weight inputs.
 
     Raises:
         CheckpointError: the file is damaged, lacks a tensor, or has it in another type or shape.
     """
     entries = read_entries(weights_file)
-    specs = {spec.name: spec for spec in weight_specs(geometry)}
+    specs = {spec.name: spec for spec in weights}
     kept = [value for value in model.graph.input if value.name not in specs]
     del model.graph.input[:]
     model.graph.input.extend(kept)

@@ -1,6 +1,7 @@
 """What a model or engine folder holds, without loading weights or needing a GPU."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from trtllm_replayssm.builders.checkpoint.model_folder import FolderKind, ModelFolder, open_model_folder
@@ -13,9 +14,16 @@ from trtllm_replayssm.contract.geometry import (
     ModelGeometry,
     ReplayGeometry,
 )
-from trtllm_replayssm.contract.manifest import BuildReport, Manifest, check_engine_size, read_manifest, read_report
+from trtllm_replayssm.contract.manifest import (
+    BuildReport,
+    LayerRecord,
+    Manifest,
+    check_engine_size,
+    read_manifest,
+    read_report,
+)
 from trtllm_replayssm.contract.memory import StatePool, state_pools, tensor_bytes
-from trtllm_replayssm.contract.memory_plan import Execution, MemoryPlan, plan_memory
+from trtllm_replayssm.contract.memory_plan import Execution, MemoryPlan, mtp_head_bytes, plan_memory
 from trtllm_replayssm.contract.tensors import weight_specs
 
 
@@ -24,11 +32,13 @@ class EngineInspection(Frozen):
 
     Attributes:
         manifest: the whole manifest but for the bindings, which are many.
-        bindings: role -> how many.
+        bindings: role -> how many, of the model's engine.
         aliased_states: states whose past and present share an address.
         network_layers: TensorRT layer type -> how many, in the parsed network.
         engine_layers: layer type -> how many, in the built engine, both profiles.
         plugin_layers: names of the plugin layers of the parsed network.
+        mtp_network_layers: as network_layers, of the multi-token prediction head; none without its engine.
+        mtp_engine_layers: as engine_layers, idem.
         seconds: step of the build -> time it took.
     """
 
@@ -38,6 +48,8 @@ class EngineInspection(Frozen):
     network_layers: dict[str, int]
     engine_layers: dict[str, int]
     plugin_layers: tuple[str, ...]
+    mtp_network_layers: dict[str, int]
+    mtp_engine_layers: dict[str, int]
     seconds: dict[str, float]
 
 
@@ -109,8 +121,7 @@ def _inspection(
     states = state_pools(geometry, replay, limits)
     counts = Counter(layer.value for layer in geometry.layer_types)
     weights = weight_specs(geometry)
-    # TensorRT says what its activations take when an engine is loaded, not before.
-    how = Execution(has_activations=engine is None)
+    memory = _memory(geometry, replay, limits, engine)
     return Inspection(
         path=folder.path,
         kind=folder.kind,
@@ -125,19 +136,42 @@ def _inspection(
         max_seq_len=limits.max_seq_len,
         states=states,
         state_bytes_per_slot=sum(pool.bytes_per_slot for pool in states),
-        memory=plan_memory(geometry, replay, limits, how),
+        memory=memory,
         engine=engine,
     )
 
 
+def _memory(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, engine: EngineInspection | None
+) -> MemoryPlan:
+    if engine is None:
+        return plan_memory(geometry, replay, limits, Execution())
+    # TensorRT says what its activations take when an engine is loaded, not before.
+    has_head = engine.manifest.mtp is not None
+    how = Execution.of_engine(has_weights=True, returns_hidden_states=has_head)
+    head = 0
+    if has_head:
+        head = mtp_head_bytes(geometry, replay, limits, embeds_weights=engine.manifest.weights == "embedded")
+    return plan_memory(geometry, replay, limits, how).model_copy(update={"drafter": head})
+
+
+def _kinds(layers: Sequence[LayerRecord]) -> dict[str, int]:
+    return dict(Counter(layer.kind for layer in layers).most_common())
+
+
 def _engine(manifest: Manifest, report: BuildReport | None) -> EngineInspection:
     network = report.network_layers if report else ()
+    shown: dict[str, object] = {"tensors": ()}
+    if manifest.mtp is not None:
+        shown["mtp"] = manifest.mtp.model_copy(update={"tensors": ()})
     return EngineInspection(
-        manifest=manifest.model_copy(update={"tensors": ()}),
+        manifest=manifest.model_copy(update=shown),
         bindings=dict(Counter(tensor.role for tensor in manifest.tensors)),
         aliased_states=sum(tensor.shares_address_with is not None for tensor in manifest.tensors),
-        network_layers=dict(Counter(layer.kind for layer in network).most_common()),
-        engine_layers=dict(Counter(layer.kind for layer in (report.engine_layers if report else ())).most_common()),
+        network_layers=_kinds(network),
+        engine_layers=_kinds(report.engine_layers if report else ()),
         plugin_layers=tuple(layer.name for layer in network if layer.kind == "PLUGIN_V3"),
+        mtp_network_layers=_kinds(report.mtp_network_layers if report else ()),
+        mtp_engine_layers=_kinds(report.mtp_engine_layers if report else ()),
         seconds=report.seconds if report else {},
     )

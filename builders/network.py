@@ -20,6 +20,7 @@ from trtllm_replayssm.builders.kernels import kernel_images
 from trtllm_replayssm.contract.geometry import EngineLimits, Frozen, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import PluginRecord
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE, PLUGIN_VERSION
+from trtllm_replayssm.contract.tensors import mtp_weight_specs, weight_specs
 from trtllm_replayssm.errors import BuildError, ReplaySSMError
 
 
@@ -33,6 +34,8 @@ class NetworkTask(Frozen):
         compute_capabilities: targets of the kernels, as 10 * major + minor.
         onnx_file: where to write.
         weights_file: weights to refer to from the graph, in the folder of onnx_file; None leaves them inputs.
+        mtp_onnx_file: where to write the multi-token prediction head, too, whose inputs are then among the model's
+            outputs; None for no head.
     """
 
     geometry: ModelGeometry
@@ -41,6 +44,7 @@ class NetworkTask(Frozen):
     compute_capabilities: tuple[int, ...]
     onnx_file: Path
     weights_file: Path | None = None
+    mtp_onnx_file: Path | None = None
 
 
 class NetworkRecord(Frozen):
@@ -76,19 +80,28 @@ def write_network(task: NetworkTask) -> NetworkRecord:
     """
     import onnx
 
-    from trtllm_replayssm.builders.export import embed_weights, export, set_kernels
+    from trtllm_replayssm.builders.export import embed_weights, export, export_mtp_head, set_kernels
 
     started = time.perf_counter()
-    model = export(task.geometry, task.replay, task.limits)
+    has_head = task.mtp_onnx_file is not None
+    model = export(task.geometry, task.replay, task.limits, returns_hidden_states=has_head)
     images = kernel_images(task.geometry, task.replay, task.compute_capabilities)
     set_kernels(model, images)
     if task.weights_file is not None:
-        embed_weights(model, task.weights_file, task.geometry)
+        embed_weights(model, task.weights_file, weight_specs(task.geometry))
     onnx.save(model, task.onnx_file)
+    seconds = {"export": time.perf_counter() - started}
+    if task.mtp_onnx_file is not None:
+        started = time.perf_counter()
+        head = export_mtp_head(task.geometry, task.replay, task.limits)
+        if task.weights_file is not None:
+            embed_weights(head, task.weights_file, mtp_weight_specs(task.geometry))
+        onnx.save(head, task.mtp_onnx_file)
+        seconds["export mtp"] = time.perf_counter() - started
     nodes = Counter(node.op_type for node in model.graph.node if node.domain == PLUGIN_NAMESPACE)
     return NetworkRecord(
         plugins=tuple(_plugin_record(op_type, nodes[op_type], image) for op_type, image in images.items()),
-        seconds={"export": time.perf_counter() - started},
+        seconds=seconds,
     )
 
 

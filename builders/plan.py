@@ -73,6 +73,7 @@ def build_plan(
     profiles: Sequence[ProfileRecord],
     capabilities: Sequence[int],
     progress: BuildProgress,
+    label: str = "",
 ) -> Plan:
     """Parse a graph and build its engine.
 
@@ -84,6 +85,7 @@ def build_plan(
         profiles: optimization profiles, in the order of their indices.
         capabilities: targets as 10 * major + minor.
         progress: to show the phases in.
+        label: what to add to their names.
 
     Raises:
         BuildError: the parser or the builder failed, with their own lines, or the bindings are others.
@@ -94,14 +96,14 @@ def build_plan(
         builder = trt.Builder(backend.logger)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, backend.logger)
-        with progress.step("parse"):
+        with progress.step("parse" + label):
             if not parser.parse_from_file(str(onnx_file)):
                 raise BuildError(f"ONNX parser: refused {onnx_file.name}:\n{_parser_errors(parser)}\n{log.errors()}")
         _check_bindings(network, tensors)
         layers = tuple(_network_layer(network.get_layer(index)) for index in range(network.num_layers))
         config = _make_config(backend, builder, tensors, profiles, capabilities)
         cache = _TimingCache(backend, config, capabilities)
-        with progress.step("build engine"):
+        with progress.step("build engine" + label):
             config.progress_monitor = progress.monitor(trt, cancelled)
             written = _write_plan(builder, network, config, engine_file)
         if written is None:

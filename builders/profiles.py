@@ -1,8 +1,16 @@
 """The two optimization profiles of an engine, and the bindings they range over."""
 
+from collections.abc import Sequence
+
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.manifest import ProfileRecord, TensorRecord, WeightsMode
-from trtllm_replayssm.contract.tensors import network_inputs, network_outputs
+from trtllm_replayssm.contract.tensors import (
+    TensorSpec,
+    mtp_network_inputs,
+    mtp_network_outputs,
+    network_inputs,
+    network_outputs,
+)
 
 
 def profiles(replay: ReplayGeometry, limits: EngineLimits) -> tuple[ProfileRecord, ...]:
@@ -19,12 +27,32 @@ def profiles(replay: ReplayGeometry, limits: EngineLimits) -> tuple[ProfileRecor
 
 
 def bindings(
-    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, weights: WeightsMode
+    geometry: ModelGeometry,
+    replay: ReplayGeometry,
+    limits: EngineLimits,
+    weights: WeightsMode,
+    *,
+    returns_hidden_states: bool = False,
 ) -> tuple[TensorRecord, ...]:
     """Return every binding of an engine: inputs, then outputs, in the order of the network."""
+    outputs = network_outputs(geometry, replay, limits, returns_hidden_states=returns_hidden_states)
+    return _records(network_inputs(geometry, replay, limits), outputs, weights)
+
+
+def mtp_bindings(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, weights: WeightsMode
+) -> tuple[TensorRecord, ...]:
+    """Return every binding of the multi-token prediction head's engine, as ``bindings``."""
+    inputs = mtp_network_inputs(geometry, replay, limits)
+    return _records(inputs, mtp_network_outputs(geometry, replay, limits), weights)
+
+
+def _records(
+    inputs: Sequence[tuple[str, TensorSpec]], outputs: Sequence[tuple[str, TensorSpec]], weights: WeightsMode
+) -> tuple[TensorRecord, ...]:
     records = [
         TensorRecord(name=name, dtype=spec.dtype, shape=spec.shape, role=spec.role, is_input=True)
-        for name, spec in network_inputs(geometry, replay, limits)
+        for name, spec in inputs
         if spec.role != "weight" or weights == "external"
     ]
     records += [
@@ -36,6 +64,6 @@ def bindings(
             is_input=False,
             shares_address_with=spec.past_name if spec.role == "state" else None,
         )
-        for name, spec in network_outputs(geometry, replay, limits)
+        for name, spec in outputs
     ]
     return tuple(records)

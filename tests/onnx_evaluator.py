@@ -67,12 +67,19 @@ class Evaluator:
         self, step: dict[str, torch.Tensor], states: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Run one step. ``states`` are by name without prefix and stay untouched; returns (logits, present states)."""
+        results, present = self.results(step, states)
+        return results["logits"], present
+
+    def results(
+        self, step: dict[str, torch.Tensor], states: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Run one step as ``step`` does; returns (all results by name, present states)."""
         feeds = {name: tensor.numpy() for name, tensor in step.items()}
         feeds |= {f"past_{name}": tensor.numpy() for name, tensor in states.items()}
         outputs = self._session.run(None, feeds | self._weights)
         named = dict(zip(self._session.output_names, outputs, strict=True))
-        present = {name: torch.from_numpy(np.array(named[f"present_{name}"])) for name in states}
-        return torch.from_numpy(np.array(named["logits"])), present
+        present = {name: torch.from_numpy(np.array(named.pop(f"present_{name}"))) for name in states}
+        return {name: torch.from_numpy(np.array(value)) for name, value in named.items()}, present
 
 
 def _without_hints(model: onnx.ModelProto) -> onnx.ModelProto:

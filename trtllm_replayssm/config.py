@@ -188,7 +188,9 @@ class DraftTargetDecodingConfig(DecodingConfig):
 
 
 class MTPDecodingConfig(DecodingConfig):
-    """Drafts from the multi-token prediction head that the model's own checkpoint has; the torch executor runs it.
+    """Drafts from the multi-token prediction head that the model's own checkpoint has.
+
+    The TensorRT executor needs an engine of the head: ``build --speculative_decoding_mode mtp``.
 
     Attributes:
         max_draft_len: most draft tokens of a step; for each of them the head runs once.

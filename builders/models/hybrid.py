@@ -150,17 +150,18 @@ class HybridModel(nn.Module):
         self,
         step_inputs: tuple[torch.Tensor, ...],
         states: tuple[torch.Tensor, ...],
-        key_length: int,
+        key_length: int | None = None,
         logits: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run one step as ``forward`` does; ``step_inputs`` are its first six arguments.
 
         Returns:
-            (logits, hidden states [B, S, d_model] behind the final norm): what a multi-token prediction head reads.
+            (logits, hidden states [B, S, d_model] behind the final norm, present states): of the hidden states a
+            multi-token prediction head makes drafts.
         """
-        hidden, _ = self._run_layers(step_inputs[0], Counters(*step_inputs[1:5]), states, key_length)
+        hidden, present = self._run_layers(step_inputs[0], Counters(*step_inputs[1:5]), states, key_length)
         hidden = self.final_norm(hidden)
-        return self._head(gather_positions(hidden, step_inputs[5]), logits), hidden
+        return self._head(gather_positions(hidden, step_inputs[5]), logits), hidden, present
 
     @property
     def output_matrix(self) -> torch.Tensor:

@@ -46,8 +46,8 @@ class MtpHead(nn.Module):
         num_tokens: torch.Tensor,
         slot_ids: torch.Tensor,
         states: tuple[torch.Tensor, ...],
-        key_length: int,
-    ) -> torch.Tensor:
+        key_length: int | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run positions c .. c+S-1.
 
         Args:
@@ -57,17 +57,18 @@ class MtpHead(nn.Module):
             num_tokens: [B] int32, window tokens n <= S of each row.
             slot_ids: [B] int32, -1 for a padding row.
             states: in-out, in the order of ``contract.tensors.mtp_state_specs``.
-            key_length: how many leading cache rows attention may have to read: at least max(c) + S.
+            key_length: as for ``HybridModel.forward``.
 
         Returns:
-            [B, S, d_model], behind the head's final norm.
+            ([B, S, d_model] behind the head's final norm, present states): the given states, updated in place.
         """
         assert len(states) == self.first_states[-1], f"needed {self.first_states[-1]} states, found {len(states)}"
         hidden = self.projection(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
         counters = Counters(past_lengths, past_lengths, num_tokens, slot_ids)
         cache = states[0] if states else None
         step = make_step(self.geometry.attention, cache, counters, hidden.shape[1], key_length)
+        present: list[torch.Tensor] = []
         for layer, (first, end) in zip(self.layers, pairwise(self.first_states), strict=True):
-            hidden, _ = layer(hidden, step, states[first:end])
-        out: torch.Tensor = self.final_norm(hidden)
-        return out
+            hidden, updated = layer(hidden, step, states[first:end])
+            present += updated
+        return self.final_norm(hidden), tuple(present)

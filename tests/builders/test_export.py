@@ -14,7 +14,7 @@ from trtllm_replayssm.builders.export import embed_weights, export, set_kernels
 from trtllm_replayssm.builders.network import NetworkTask, write_network_apart
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.plugin_io import CAUSAL_CONV1D, GATED_DELTA_NET, MAMBA2_WITH_CONV, PLUGINS, PluginIO
-from trtllm_replayssm.contract.tensors import network_inputs, network_outputs
+from trtllm_replayssm.contract.tensors import network_inputs, network_outputs, weight_specs
 from trtllm_replayssm.errors import CheckpointError
 
 LIMITS = EngineLimits(max_batch_size=4, max_input_len=24, max_seq_len=48, max_num_tokens=12)
@@ -143,7 +143,7 @@ def test_embedded_weights_are_the_bytes_of_the_checkpoint(tmp_path: Path, graph:
     save_file(weights, tmp_path / "rank0.safetensors")
     model = onnx.ModelProto()
     model.CopyFrom(graph)
-    embed_weights(model, tmp_path / "rank0.safetensors", geometry)
+    embed_weights(model, tmp_path / "rank0.safetensors", weight_specs(geometry))
     onnx.save(model, tmp_path / "model.onnx")
     loaded = onnx.load(tmp_path / "model.onnx")
     found = {tensor.name: tensor for tensor in loaded.graph.initializer if tensor.name in weights}
@@ -161,4 +161,4 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path, graph: onnx.Mo
     model = onnx.ModelProto()
     model.CopyFrom(graph)
     with pytest.raises(CheckpointError, match=r"final_norm.weight: found .*63.*needed .*64"):
-        embed_weights(model, tmp_path / "rank0.safetensors", geometry)
+        embed_weights(model, tmp_path / "rank0.safetensors", weight_specs(geometry))

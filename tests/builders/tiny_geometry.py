@@ -1,5 +1,6 @@
 """Small geometries of every layer kind, with random weights and poisoned states."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,8 +65,10 @@ def tiny_qwen_geometry(pattern: str = "G-*-", **changes: Any) -> ModelGeometry:
     return tiny_geometry(pattern, **(values | changes))
 
 
-def random_weights(geometry: ModelGeometry, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights of a scale that keeps activations near one."""
+def random_weights(
+    geometry: ModelGeometry, seed: int = 0, specs: Sequence[TensorSpec] | None = None
+) -> dict[str, torch.Tensor]:
+    """Weights of a scale that keeps activations near one: of ``specs``, by default the model's own."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(spec: TensorSpec) -> torch.Tensor:
@@ -83,7 +86,7 @@ def random_weights(geometry: ModelGeometry, seed: int = 0) -> dict[str, torch.Te
             normal = 1.5 * normal / normal.shape[-1] ** 0.5
         return normal.to(getattr(torch, spec.dtype))
 
-    return {spec.name: values(spec) for spec in weight_specs(geometry)}
+    return {spec.name: values(spec) for spec in (weight_specs(geometry) if specs is None else specs)}
 
 
 def random_model(geometry: ModelGeometry, replay: ReplayGeometry, **options: bool) -> torch.nn.Module:

@@ -17,7 +17,7 @@ from trtllm_replayssm.builders.checkpoint.convert import BalanceSheet, convert
 from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
 from trtllm_replayssm.builders.engine import build
 from trtllm_replayssm.contract.tensors import mtp_weight_specs
-from trtllm_replayssm.errors import CheckpointError, ConfigError, UnsupportedError
+from trtllm_replayssm.errors import CheckpointError, ConfigError
 from trtllm_replayssm.runtime.speculative.mtp import MtpDrafter
 
 FAMILIES = ["nemotron_h", "qwen3_next", "qwen3_5"]
@@ -232,13 +232,8 @@ def test_the_older_name_of_the_draft_length() -> None:
         MTPDecodingConfig(max_draft_len=2, num_nextn_predict_layers=3)
 
 
-def test_engines_have_no_hidden_states(folders: Folders) -> None:
-    with pytest.raises(UnsupportedError, match="found 'tensorrt' with drafts of the multi-token prediction head"):
-        LLM(folders("qwen3_5"), executor="tensorrt", speculative_config=MTPDecodingConfig())
-
-
 def test_an_engine_folder_keeps_the_head(tmp_path: Path) -> None:
-    """The engine itself has none: the torch executor runs both, from the folder's weights."""
+    """Built without an engine of it: the torch executor runs both, from the folder's weights."""
     folder = make_with_mtp(tmp_path / "hf", "qwen3_5", "copying", mixing=0.0, seed=3, value_dim=32)
     sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 128, "max_draft_len": 3}
     converted = convert(folder, tmp_path / "checkpoint")
@@ -254,4 +249,4 @@ def test_closing_the_llm_closes_the_head(folders: Folders) -> None:
     executor = llm._drafter._executor
     llm.generate([1, 2, 3], SamplingParams(max_tokens=4))
     llm.close()
-    assert not executor._states
+    assert not executor.states

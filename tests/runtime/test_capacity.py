@@ -1,5 +1,6 @@
 """The memory plan against what is allocated, and against a device that is too small."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from trtllm_replayssm.contract.tensors import state_specs, weight_specs
 from trtllm_replayssm.errors import CapacityError, ConfigError
 from trtllm_replayssm.ops.dtypes import torch_dtype
 from trtllm_replayssm.runtime import capacity, opening, pools, settings
-from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
+from trtllm_replayssm.runtime.executors.torch_mtp_executor import TorchMtpExecutor
 from trtllm_replayssm.runtime.speculative import factory
 from trtllm_replayssm.runtime.speculative.adaptive import AdaptiveDrafter, hidden_state_drafter
 from trtllm_replayssm.runtime.speculative.draft_model import DraftModelDrafter
@@ -29,6 +30,11 @@ CPU = torch.device("cpu")
 LIMITS = EngineLimits(max_batch_size=5, max_input_len=90, max_seq_len=91, max_num_tokens=33)
 REPLAY = ReplayGeometry(history=8, max_draft_len=2)
 GEOMETRIES = [tiny_geometry("M*-M"), tiny_qwen_geometry("G*-G", dtype="bfloat16"), tiny_geometry("*-")]
+
+
+def head_parameters(drafter: MtpDrafter) -> Iterator[torch.Tensor]:
+    assert isinstance(drafter._executor, TorchMtpExecutor)
+    return drafter._executor._head.parameters()
 
 
 def num_bytes(tensors: Any) -> int:
@@ -161,7 +167,7 @@ def test_the_plan_of_an_llm_counts_what_is_there_beside_the_model(
         if isinstance(drafter, DraftModelDrafter):
             assert plan.drafter == drafter._executor.memory_plan.total > 0
         elif isinstance(drafter, MtpDrafter):
-            head = [state.pool for state in drafter.states], drafter._executor._head.parameters()
+            head = [state.pool for state in drafter.states], head_parameters(drafter)
             assert plan.drafter == num_bytes(tensor for tensors in head for tensor in tensors) > 0
         else:
             assert plan.drafter == 0
@@ -173,7 +179,7 @@ def test_a_model_that_is_opened_in_vain_leaves_nothing_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, closed = make_with_mtp(tmp_path / "hf", "qwen3_5"), []
-    for kind in (TorchExecutor, MtpExecutor):
+    for kind in (TorchExecutor, TorchMtpExecutor):
         close = kind.close
 
         def noted(executor: Any, close: Any = close) -> None:
@@ -189,7 +195,7 @@ def test_a_model_that_is_opened_in_vain_leaves_nothing_on_the_device(
         (
             {"kv_cache_config": too_little, "speculative_config": MTPDecodingConfig()},
             ConfigError,
-            ["MtpExecutor", "TorchExecutor"],
+            ["TorchMtpExecutor", "TorchExecutor"],
         ),
         (
             {"speculative_config": DraftTargetDecodingConfig(speculative_model=draft_model)},

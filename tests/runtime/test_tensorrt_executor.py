@@ -1,19 +1,15 @@
 """The TensorRT executor as far as a machine without a GPU can take it.
 
-The gate is compared with made-up installations. The bindings are driven by a stand-in for TensorRT's engine and
-context: it knows addresses and shapes alone, as TensorRT does, runs the model's module on the memory behind
-them, and writes cache rows as TensorRT's linear cache update does. No engine runs here; that needs a supported GPU.
+The gate is compared with made-up installations. The bindings are driven by ``engine_stand_in``, in the place of
+TensorRT's engine and context. No engine runs here; that needs a supported GPU.
 """
 
-import ctypes
 import hashlib
-import math
 import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,19 +17,19 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.builders.tiny_geometry import random_weights, tiny_geometry, tiny_qwen_geometry
+from tests.runtime.engine_stand_in import LEFT_IN_CACHES, EngineStandIn, ModelContext
 from tests.runtime.helpers import GREEDY, make_request
 from tests.runtime.manifests import PLAN, tiny_manifest
 from trtllm_replayssm import KvCacheConfig, NGramDecodingConfig, backend
 from trtllm_replayssm.builders.layers.attention import Attention
 from trtllm_replayssm.builders.layers.step import Step
-from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.manifest import CheckpointRecord, Manifest, PluginRecord
+from trtllm_replayssm.contract.manifest import ENGINE_FILE, CheckpointRecord, Manifest, PluginRecord
 from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
-from trtllm_replayssm.contract.tensors import state_specs, step_specs
+from trtllm_replayssm.contract.tensors import state_specs
 from trtllm_replayssm.errors import BackendError, CheckpointError, ManifestError
 from trtllm_replayssm.runtime import pools
-from trtllm_replayssm.runtime.executors import bindings, gate, tensorrt_executor
+from trtllm_replayssm.runtime.executors import bindings, engine, gate, tensorrt_executor
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 from trtllm_replayssm.runtime.loop import DecodeLoop
@@ -73,13 +69,13 @@ def test_the_gate_names_a_plugin_of_another_version() -> None:
 def test_a_plan_that_is_missing_short_or_changed_is_refused(tmp_path: Path) -> None:
     manifest = tiny_manifest()
     with pytest.raises(ManifestError, match="No such file"):
-        gate.read_engine(tmp_path, manifest)
+        gate.read_engine(tmp_path / ENGINE_FILE, manifest)
     for content, named in ((PLAN[:-1], "engine_bytes"), (PLAN[:-1] + b"?", "engine_sha256")):
         (tmp_path / "rank0.engine").write_bytes(content)
         with pytest.raises(ManifestError, match=named):
-            gate.read_engine(tmp_path, manifest)
+            gate.read_engine(tmp_path / ENGINE_FILE, manifest)
     (tmp_path / "rank0.engine").write_bytes(PLAN)
-    assert gate.read_engine(tmp_path, manifest) == PLAN
+    assert gate.read_engine(tmp_path / ENGINE_FILE, manifest) == PLAN
 
 
 def test_weights_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -137,83 +133,6 @@ def test_tensorrt_has_every_method_that_the_executor_calls() -> None:
     assert bindings.DTYPE_NAMES.keys() <= set(trt.DataType.__members__)
 
 
-class EngineStandIn:
-    """What TensorRT's engine says about its tensors."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        names = {ours: theirs for theirs, ours in bindings.DTYPE_NAMES.items()}
-        self.records = {record.name: record for record in manifest.tensors}
-        self.dtypes = {name: names[record.dtype] for name, record in self.records.items()}
-        self.aliases = {name: record.shares_address_with for name, record in self.records.items()}
-        self.num_io_tensors = len(self.records)
-
-    def get_tensor_name(self, index: int) -> str:
-        return list(self.records)[index]
-
-    def get_tensor_dtype(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=self.dtypes[name])
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(-1 if isinstance(dim, str) else dim for dim in self.records[name].shape)
-
-    def get_aliased_input_tensor(self, name: str) -> str | None:
-        return self.aliases[name]
-
-
-class ContextStandIn:
-    """TensorRT's context of one profile: addresses and shapes in, a step of the model on the memory behind them."""
-
-    def __init__(self, manifest: Manifest, profile: int, left_in_caches: float) -> None:
-        self.manifest = manifest
-        self.left_in_caches = left_in_caches
-        self.profile = manifest.profiles[profile]
-        self.records = {record.name: record for record in manifest.tensors}
-        self.addresses: dict[str, int] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        with torch.device("meta"):
-            self.module = create_model(manifest.geometry, manifest.replay)
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        self.addresses[name] = address
-        return name in self.records and address > 0
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        least, _, most = self.profile.shapes(self.records[name].shape)
-        self.shapes[name] = shape
-        return all(low <= dim <= high for low, dim, high in zip(least, shape, most, strict=True))
-
-    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        record = self.records[name]
-        shape = shape or self.shapes.get(name) or tuple(int(dim) for dim in record.shape)
-        dtype = getattr(torch, record.dtype)
-        memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(self.addresses[name])
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-    def execute(self) -> None:
-        assert self.addresses.keys() == self.records.keys(), "a tensor has no address"
-        specs = state_specs(self.manifest.geometry, self.manifest.replay, self.manifest.limits)
-        for spec in specs:
-            assert self.addresses[spec.past_name] == self.addresses[spec.present_name], "a state is not in place"
-        step = [self.tensor(spec.name) for spec in step_specs()]
-        states = tuple(self.tensor(spec.past_name) for spec in specs)
-        self._write_cache_rows(step[0], step[1], states, [spec.name for spec in specs])
-        weights = {record.name: self.tensor(record.name) for record in self.records.values() if record.role == "weight"}
-        with torch.no_grad():
-            logits, _ = torch.func.functional_call(self.module, weights, (*step, states))
-        self.tensor("logits", tuple(logits.shape)).copy_(logits)
-
-    def _write_cache_rows(
-        self, input_ids: torch.Tensor, past_lengths: torch.Tensor, states: tuple[torch.Tensor, ...], names: list[str]
-    ) -> None:
-        # TensorRT writes S cache rows at past_lengths for every row of the batch, padding included. The module then
-        # writes the valid ones; the rest keeps what is left in the caches here, by default poison.
-        for name, cache in zip(names, states, strict=True):
-            if name.startswith(("key_cache", "value_cache")):
-                for row, past in enumerate(past_lengths.tolist()):
-                    assert past + input_ids.shape[1] <= cache.shape[2], "a window reaches beyond the cache"
-                    cache[row, :, past : past + input_ids.shape[1]] = self.left_in_caches
-
-
 def poisoned(states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     for state in states:
         state.fill_(float("nan"))
@@ -232,27 +151,28 @@ class StandInExecutor:
         manifest: Manifest,
         weights: dict[str, torch.Tensor],
         states: Sequence[torch.Tensor] | None = None,
-        left_in_caches: float = float("nan"),
+        left_in_caches: float = LEFT_IN_CACHES,
     ) -> None:
         self.geometry, self.replay, self.limits = manifest.geometry, manifest.replay, manifest.limits
         self.memory_plan = plan_memory(self.geometry, self.replay, self.limits, Execution(has_activations=False))
         self.kinds: list[str] = []
         specs = state_specs(self.geometry, self.replay, self.limits)
         states = states or poisoned(pools.allocate(specs, self.limits, CPU))
-        logits = torch.empty(self.limits.max_batch_size * self.replay.window * self.geometry.vocab_size)
         self.states = tuple(map(pools.State, specs, states))
-        self.bindings = bindings.Bindings(manifest, states, weights, logits)
-        self.contexts = [ContextStandIn(manifest, index, left_in_caches) for index in range(2)]
-        for context in self.contexts:
+        self.buffers = bindings.result_buffers(manifest.tensors, manifest.profiles, CPU)
+        self.bindings = bindings.Bindings(manifest.tensors, self.states, weights)
+        self.contexts = [ModelContext(manifest, left_in_caches) for _ in range(2)]
+        for index, context in enumerate(self.contexts):
+            context.set_optimization_profile_async(index, 0)
             self.bindings.bind_fixed(context)
 
     def step(self, inputs: StepInputs) -> StepOutputs:
-        kind = tensorrt_executor.profile_of(inputs, self.replay)
+        kind = engine.profile_of(inputs.input_ids.shape[1], self.replay)
         self.kinds.append(kind)
         context = self.contexts[["decode", "prefill"].index(kind)]
-        logits = self.bindings.bind_step(context, inputs)
+        results = self.bindings.bind_step(context, inputs.tensors(), inputs.first_slot, self.buffers)
         context.execute()
-        return StepOutputs(logits)
+        return StepOutputs(results["logits"])
 
     def close(self) -> None:
         pass
@@ -344,25 +264,25 @@ def test_attention_that_weighs_masked_rows_meets_no_garbage_in_new_caches(
 
 def test_an_engine_whose_tensors_are_not_the_manifests_is_refused() -> None:
     manifest = tiny_manifest()
-    bindings.check_engine(EngineStandIn(manifest), manifest)
-    renamed = EngineStandIn(manifest)
+    bindings.check_engine(EngineStandIn(manifest.tensors), manifest.tensors)
+    renamed = EngineStandIn(manifest.tensors)
     renamed.records["other"] = renamed.records.pop("logits")
     with pytest.raises(ManifestError, match="logits, other"):
-        bindings.check_engine(renamed, manifest)
-    retyped = EngineStandIn(manifest)
+        bindings.check_engine(renamed, manifest.tensors)
+    retyped = EngineStandIn(manifest.tensors)
     retyped.dtypes["logits"] = "HALF"
     with pytest.raises(ManifestError, match=r"tensor logits: found float16 .*; needed float32"):
-        bindings.check_engine(retyped, manifest)
+        bindings.check_engine(retyped, manifest.tensors)
 
 
 def test_a_state_that_shares_memory_with_another_input_is_refused() -> None:
     manifest = tiny_manifest()
-    engine = EngineStandIn(manifest)
-    engine.aliases["present_ssm_state_0"] = None
-    bindings.check_engine(engine, manifest)
-    engine.aliases["present_ssm_state_0"] = "past_ssm_state_3"
+    shared = EngineStandIn(manifest.tensors)
+    shared.aliases["present_ssm_state_0"] = None
+    bindings.check_engine(shared, manifest.tensors)
+    shared.aliases["present_ssm_state_0"] = "past_ssm_state_3"
     with pytest.raises(BackendError, match="present_ssm_state_0: found an alias of past_ssm_state_3"):
-        bindings.check_engine(engine, manifest)
+        bindings.check_engine(shared, manifest.tensors)
 
 
 def test_weights_that_are_missing_or_of_another_type_are_refused(geometry: ModelGeometry) -> None:

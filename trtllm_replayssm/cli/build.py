@@ -9,7 +9,7 @@ from trtllm_replayssm.cli.history_option import METAVAR, parse_history
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.capability import capability_text
 from trtllm_replayssm.contract.geometry import StateDtype
-from trtllm_replayssm.contract.manifest import BackendName, WeightsMode
+from trtllm_replayssm.contract.manifest import BackendName, SpeculativeDecodingMode, WeightsMode
 
 
 def command(
@@ -65,6 +65,15 @@ def command(
         WeightsMode,
         typer.Option("--weights", metavar="<where>", help="external: bound at load; embedded: inside the engine."),
     ] = "external",
+    speculative_decoding_mode: Annotated[
+        SpeculativeDecodingMode | None,
+        typer.Option(
+            "--speculative_decoding_mode",
+            metavar="<mode>",
+            help="mtp: also an engine of the model's multi-token prediction head, for run --speculative mtp. Other "
+            "drafts need --max_draft_len alone.",
+        ),
+    ] = None,
     compute_capability: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,6 +101,7 @@ def command(
         history=parse_history(history),
         state_dtype=state_dtype,
         weights=weights,
+        speculative_decoding_mode=speculative_decoding_mode,
         compute_capabilities=_capabilities(compute_capability),
         progress=progress,
     )

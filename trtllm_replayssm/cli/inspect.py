@@ -135,6 +135,7 @@ def _engine_tables(engine: EngineInspection) -> list[Table]:
         "network layers": _counts(engine.network_layers),
         "plugin layers": "\n".join(_grouped(engine.plugin_layers)),
         f"engine layers, {len(manifest.profiles)} profiles": _counts(engine.engine_layers),
+        **_mtp_facts(engine),
         "build time": f"{sum(engine.seconds.values()):.1f} s: {times}" if times else "not reported",
     }
     profiles = new_table("Profiles (least, best, most)", "profile", "batch", "tokens per row", "logits per row")
@@ -147,6 +148,19 @@ def _engine_tables(engine: EngineInspection) -> list[Table]:
         size = size_text(plugin.kernels_bytes)
         plugins.add_row(plugin.op_type, plugin.version, str(plugin.nodes), size, _short(plugin.kernels_sha256))
     return [facts_table("Engine", facts), profiles, plugins]
+
+
+def _mtp_facts(engine: EngineInspection) -> dict[str, object]:
+    """Return what there is to say of the multi-token prediction head's engine; nothing without one."""
+    head = engine.manifest.mtp
+    if head is None:
+        return {}
+    return {
+        "mtp engine": f"{size_text(head.engine_bytes)}, sha256 {_short(head.engine_sha256)}; reads the hidden states "
+        "that the model's engine returns",
+        "mtp network layers": _counts(engine.mtp_network_layers),
+        "mtp engine layers": _counts(engine.mtp_engine_layers),
+    }
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -17,12 +17,15 @@ from trtllm_replayssm.errors import ManifestError, validation_text
 MANIFEST_FILE = "manifest.json"
 REPORT_FILE = "build_report.json"
 ENGINE_FILE = "rank0.engine"
+MTP_ENGINE_FILE = "rank0_mtp.engine"
 WEIGHTS_FILE = "rank0.safetensors"
 CONFIG_FILE = "config.json"
 SCHEMA_VERSION: Literal[1] = 1
 
 BackendName = Literal["tensorrt", "tensorrt_rtx"]
 WeightsMode = Literal["external", "embedded"]
+SpeculativeDecodingMode = Literal["mtp"]
+"""Drafts that an engine must be built for; any others need windows of max_draft_len alone."""
 
 
 class TensorRecord(Frozen):
@@ -99,6 +102,20 @@ class CheckpointRecord(Frozen):
     weights_bytes: int | None = None
 
 
+class MtpRecord(Frozen):
+    """The engine of the multi-token prediction head; profiles, limits and GPUs are those of the model's.
+
+    Attributes:
+        tensors: every binding, in the order of the network.
+        engine_sha256: of ``rank0_mtp.engine``.
+        engine_bytes: its size.
+    """
+
+    tensors: tuple[TensorRecord, ...]
+    engine_sha256: str
+    engine_bytes: int
+
+
 class Manifest(Frozen):
     """An engine folder's contents.
 
@@ -118,6 +135,7 @@ class Manifest(Frozen):
         checkpoint: identity of the weights.
         engine_sha256: of ``rank0.engine``.
         engine_bytes: its size.
+        mtp: the engine of the multi-token prediction head, for which the model's returns hidden states; None without.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -135,6 +153,7 @@ class Manifest(Frozen):
     checkpoint: CheckpointRecord
     engine_sha256: str
     engine_bytes: int
+    mtp: MtpRecord | None = None
 
     def profile_index(self, name: Literal["decode", "prefill"]) -> int:
         """Return the optimization profile index of a step kind."""
@@ -161,12 +180,16 @@ class BuildReport(Frozen):
         engine_layers: the built engine, in order, per profile.
         warnings: of parser and builder.
         seconds: step of the build -> time it took.
+        mtp_network_layers: as network_layers, of the multi-token prediction head; none without its engine.
+        mtp_engine_layers: as engine_layers, idem.
     """
 
     network_layers: tuple[LayerRecord, ...]
     engine_layers: tuple[LayerRecord, ...]
     warnings: tuple[str, ...]
     seconds: dict[str, float]
+    mtp_network_layers: tuple[LayerRecord, ...] = ()
+    mtp_engine_layers: tuple[LayerRecord, ...] = ()
 
 
 def is_engine_folder(folder: Path) -> bool:
@@ -213,18 +236,21 @@ def read_report(folder: Path) -> BuildReport | None:
 
 
 def check_engine_size(folder: Path, manifest: Manifest) -> None:
-    """Compare the size of the engine file with what the manifest says; nothing is read.
+    """Compare the sizes of the engine files with what the manifest says; nothing is read.
 
     Raises:
-        ManifestError: the file is missing, or another size.
+        ManifestError: a file is missing, or of another size.
     """
-    path = folder / ENGINE_FILE
-    found = path.stat().st_size if path.is_file() else None
-    if found != manifest.engine_bytes:
-        raise ManifestError(
-            f"{path}: found {'nothing' if found is None else f'{found:,} bytes'}; needed {manifest.engine_bytes:,} "
-            "bytes, as the manifest says. Copy the file again, or build the engine again."
-        )
+    for name, record in ((ENGINE_FILE, manifest), (MTP_ENGINE_FILE, manifest.mtp)):
+        if record is None:
+            continue
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != record.engine_bytes:
+            raise ManifestError(
+                f"{path}: found {'nothing' if found is None else f'{found:,} bytes'}; needed {record.engine_bytes:,} "
+                "bytes, as the manifest says. Copy the file again, or build the engine again."
+            )
 
 
 def _damaged(path: Path, error: Exception) -> ManifestError:

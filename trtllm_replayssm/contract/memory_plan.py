@@ -22,6 +22,7 @@ from trtllm_replayssm.contract.tensors import (
     TensorSpec,
     mtp_state_specs,
     mtp_weight_specs,
+    shared_matrix_specs,
     state_specs,
     weight_specs,
 )
@@ -122,6 +123,7 @@ class Execution(Frozen):
         has_activations: so are the layers' tensors; TensorRT has its own.
         has_graphs: decode steps are captured, so that their memory is kept beside that of prompts.
         is_flash: attention runs in blocks on the caches as they are, without tensors of the keys' length.
+        has_hidden_states: those of the largest step are kept beside the rest, for a multi-token prediction head.
     """
 
     is_conventional: bool = False
@@ -129,6 +131,12 @@ class Execution(Frozen):
     has_activations: bool = True
     has_graphs: bool = False
     is_flash: bool = False
+    has_hidden_states: bool = False
+
+    @classmethod
+    def of_engine(cls, *, has_weights: bool, returns_hidden_states: bool) -> "Execution":
+        """Return how an engine runs, as far as it is known before it is loaded."""
+        return cls(has_weights=has_weights, has_activations=False, has_hidden_states=returns_hidden_states)
 
     @classmethod
     def of_modules(
@@ -154,9 +162,14 @@ def plan_memory(
         key_length = 0 if execution.is_flash else capacity
         return execution.has_activations * _activation_bytes(geometry, num_rows, window, key_length)
 
-    prompt = activations(1, max(limits.max_num_tokens, replay.window))
+    longest = max(limits.max_num_tokens, replay.window)
+    prompt = activations(1, longest)
     decode = activations(limits.max_batch_size, replay.window)
-    logits = limits.max_batch_size * replay.window * geometry.vocab_size
+    window_tokens = limits.max_batch_size * replay.window
+    hidden_states = 0
+    if execution.has_hidden_states:
+        hidden_states = max(longest, window_tokens) * geometry.d_model * DTYPE_BYTES[geometry.dtype]
+    logits = window_tokens * geometry.vocab_size
     logit_bytes = DTYPE_BYTES[geometry.dtype] + _FP32 + _RULES_BYTES
     return MemoryPlan(
         limits=limits,
@@ -165,14 +178,27 @@ def plan_memory(
         rings=by_kind.get("rings", 0),
         conv_rings=by_kind.get("conv_rings", 0),
         kv_caches=by_kind.get("kv_caches", 0),
-        activations=prompt + decode if execution.has_graphs else max(prompt, decode),
+        activations=hidden_states + (prompt + decode if execution.has_graphs else max(prompt, decode)),
         logits=logits * logit_bytes + min(logits, max(SAMPLED_LOGITS, geometry.vocab_size)) * _SAMPLING_BYTES,
     )
 
 
-def mtp_head_bytes(geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits) -> int:
-    """Return what the weights and caches of a multi-token prediction head take; 0 for a model without one."""
-    specs = (*mtp_weight_specs(geometry), *mtp_state_specs(geometry, replay, limits))
+def mtp_head_bytes(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, *, embeds_weights: bool = False
+) -> int:
+    """Return what the weights and caches of a multi-token prediction head take; 0 for a model without one.
+
+    Args:
+        geometry: of the model.
+        replay: history and window.
+        limits: slots and lengths.
+        embeds_weights: the engines of model and head have their weights inside: the head's own do not count, but a
+            further copy of the matrices that it shares with the model.
+    """
+    if geometry.mtp is None:
+        return 0
+    weights = shared_matrix_specs(geometry) if embeds_weights else mtp_weight_specs(geometry)
+    specs = (*weights, *mtp_state_specs(geometry, replay, limits))
     return sum(tensor_bytes(spec, B=limits.max_batch_size) for spec in specs)
 
 

@@ -73,6 +73,26 @@ def logits_spec(geometry: ModelGeometry) -> TensorSpec:
     return TensorSpec("logits", "float32", ("B", "J", geometry.vocab_size), "result")
 
 
+def hidden_states_spec(geometry: ModelGeometry) -> TensorSpec:
+    """Return the hidden states of all window tokens behind the final norm: what a multi-token prediction head reads."""
+    return TensorSpec("hidden_states", geometry.dtype, ("B", "S", geometry.d_model), "result")
+
+
+def mtp_step_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
+    """Return the head's inputs of every step: embeddings of tokens c+1 .. c+S, hidden states at c .. c+S-1, c."""
+    hidden = (geometry.dtype, ("B", "S", geometry.d_model))
+    return (
+        TensorSpec("inputs_embeds", *hidden, "step"),
+        TensorSpec("hidden_states", *hidden, "step"),
+        TensorSpec("past_lengths", "int32", ("B",), "step"),
+    )
+
+
+def mtp_result_spec(geometry: ModelGeometry) -> TensorSpec:
+    """Return what the head makes of its inputs: it takes the place of the model's hidden states one token on."""
+    return TensorSpec("next_hidden_states", geometry.dtype, ("B", "S", geometry.d_model), "result")
+
+
 def state_specs(
     geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, *, conventional: bool = False
 ) -> tuple[TensorSpec, ...]:
@@ -172,13 +192,18 @@ def mtp_state_specs(geometry: ModelGeometry, replay: ReplayGeometry, limits: Eng
 
 def weight_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
     """Return every tensor of the model itself: the modules' parameter names are a rank checkpoint's keys."""
-    dtype = geometry.dtype
-    specs = [TensorSpec("embedding.weight", dtype, (geometry.vocab_size, geometry.d_model), "weight")]
+    embedding, *output = shared_matrix_specs(geometry)
+    specs = [embedding]
     specs += _layer_weights("layers.", geometry.layer_types, geometry)
     specs.append(_norm_weight("final_norm.weight", geometry))
-    if not geometry.tie_word_embeddings:
-        specs.append(TensorSpec("lm_head.weight", dtype, (geometry.vocab_size, geometry.d_model), "weight"))
-    return tuple(specs)
+    return (*specs, *output)
+
+
+def shared_matrix_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
+    """Return the matrices that a multi-token prediction head has of its model: embedding, then output if apart."""
+    names = ("embedding.weight",) if geometry.tie_word_embeddings else ("embedding.weight", "lm_head.weight")
+    shape = (geometry.vocab_size, geometry.d_model)
+    return tuple(TensorSpec(name, geometry.dtype, shape, "weight") for name in names)
 
 
 def mtp_weight_specs(geometry: ModelGeometry) -> tuple[TensorSpec, ...]:
@@ -281,15 +306,40 @@ def network_inputs(
     geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
 ) -> list[tuple[str, TensorSpec]]:
     """Return (name, spec) of every graph input, weights last."""
-    states = state_specs(geometry, replay, limits)
-    named = [(spec.name, spec) for spec in step_specs()]
-    named += [(spec.past_name, spec) for spec in states]
-    return named + [(spec.name, spec) for spec in weight_specs(geometry)]
+    return _inputs(step_specs(), state_specs(geometry, replay, limits), weight_specs(geometry))
 
 
 def network_outputs(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits, *, returns_hidden_states: bool = False
+) -> list[tuple[str, TensorSpec]]:
+    """Return (name, spec) of every graph output: logits, hidden states where they are wanted, the present states."""
+    results = [logits_spec(geometry)]
+    if returns_hidden_states:
+        results.append(hidden_states_spec(geometry))
+    return _outputs(results, state_specs(geometry, replay, limits))
+
+
+def mtp_network_inputs(
     geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
 ) -> list[tuple[str, TensorSpec]]:
-    """Return (name, spec) of every graph output: logits, then the present states."""
-    logits = logits_spec(geometry)
-    return [(logits.name, logits)] + [(s.present_name, s) for s in state_specs(geometry, replay, limits)]
+    """Return (name, spec) of every input of the multi-token prediction head's graph, weights last."""
+    return _inputs(mtp_step_specs(geometry), mtp_state_specs(geometry, replay, limits), mtp_weight_specs(geometry))
+
+
+def mtp_network_outputs(
+    geometry: ModelGeometry, replay: ReplayGeometry, limits: EngineLimits
+) -> list[tuple[str, TensorSpec]]:
+    """Return (name, spec) of every output of the head's graph: its result, then the present states."""
+    return _outputs([mtp_result_spec(geometry)], mtp_state_specs(geometry, replay, limits))
+
+
+def _inputs(
+    step: Sequence[TensorSpec], states: Sequence[TensorSpec], weights: Sequence[TensorSpec]
+) -> list[tuple[str, TensorSpec]]:
+    named = [(spec.name, spec) for spec in step]
+    named += [(spec.past_name, spec) for spec in states]
+    return named + [(spec.name, spec) for spec in weights]
+
+
+def _outputs(results: Sequence[TensorSpec], states: Sequence[TensorSpec]) -> list[tuple[str, TensorSpec]]:
+    return [(spec.name, spec) for spec in results] + [(spec.present_name, spec) for spec in states]

@@ -20,6 +20,7 @@ from trtllm_replayssm.runtime.capacity import available_bytes
 from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR, Executor
 from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
+from trtllm_replayssm.runtime.executors.torch_mtp_executor import TorchMtpExecutor
 
 ExecutorName = Literal["auto", "torch", "tensorrt"]
 
@@ -57,11 +58,6 @@ def open_executor(
         raise UnsupportedError(
             "executor: found 'tensorrt' for the conventional decode (enabled=False, --conventional), which no engine "
             f"has; needed {TORCH_EXECUTOR}."
-        )
-    if executor == "tensorrt" and options.returns_hidden_states:
-        raise UnsupportedError(
-            "executor: found 'tensorrt' with drafts of the multi-token prediction head, which reads hidden states that "
-            f"engines do not return; needed {TORCH_EXECUTOR}."
         )
     if manifest is None:
         return _open_model(folder, executor, options, device, checkpoint_dir, beside)
@@ -104,8 +100,16 @@ def _open_engine(
     from trtllm_replayssm.runtime.executors import tensorrt_executor
 
     chosen = settings.of_engine(manifest, options)
-    if executor == "auto" and options.replay.enabled and not options.returns_hidden_states and device != "cpu":
-        obstacle = tensorrt_executor.obstacle(manifest, _cuda(device))
+    without_head = None
+    if options.returns_hidden_states and manifest.mtp is None:
+        without_head = UnsupportedError(
+            f"{folder}: found an engine that returns no hidden states, of which the multi-token prediction head makes "
+            f"drafts; needed one of `trtllm-replayssm build --speculative_decoding_mode mtp`, or {TORCH_EXECUTOR}."
+        )
+    if executor == "tensorrt" and without_head is not None:
+        raise without_head
+    if executor == "auto" and options.replay.enabled and device != "cpu":
+        obstacle = without_head or tensorrt_executor.obstacle(manifest, _cuda(device))
         if obstacle is None:
             executor = "tensorrt"
         else:
@@ -154,9 +158,16 @@ def open_mtp_head(folder: Path, checkpoint_dir: Path | None, target: Executor) -
 
     Raises:
         CheckpointError: there is no such head, or its weights are damaged.
+        ManifestError: idem, of an engine.
+        BackendError: TensorRT refuses the head's engine.
         CapacityError: its caches and weights do not fit the device.
     """
-    assert isinstance(target, TorchExecutor), "open_executor refuses hidden states of any other"
+    if not isinstance(target, TorchExecutor):
+        from trtllm_replayssm.runtime.executors.tensorrt_executor import TensorRTExecutor
+        from trtllm_replayssm.runtime.executors.tensorrt_mtp_executor import TensorRTMtpExecutor
+
+        assert isinstance(target, TensorRTExecutor), "open_executor returns one of the two"
+        return TensorRTMtpExecutor(folder, target)
     weights = checkpoint_dir or folder
     opened = open_model_folder(weights, target.geometry.dtype)
     if opened.geometry.mtp is None or not opened.has_weights:
@@ -164,7 +175,7 @@ def open_mtp_head(folder: Path, checkpoint_dir: Path | None, target: Executor) -
             f"{weights}: found no multi-token prediction head; needed its weights, mtp.*, in the model's folder. Those "
             f"that convert left out are named in its account. Take other drafts, or none."
         )
-    return MtpExecutor(
+    return TorchMtpExecutor(
         lambda: create_mtp_head(opened.geometry, target.replay), opened.geometry, target, opened.load_mtp_weights
     )
 

@@ -15,7 +15,7 @@ from tests.runtime.manifests import PLAN, tiny_manifest
 from tests.serving.triton import server as triton
 from trtllm_replayssm.builders.profiles import bindings
 from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
-from trtllm_replayssm.contract.manifest import ENGINE_FILE, MANIFEST_FILE, Manifest
+from trtllm_replayssm.contract.manifest import ENGINE_FILE, MANIFEST_FILE, Manifest, MtpRecord
 from trtllm_replayssm.contract.tensors import state_specs
 from trtllm_replayssm.errors import ManifestError
 from trtllm_replayssm.serving.triton import engine_repository
@@ -101,6 +101,21 @@ def test_a_spoilt_configuration_is_found(spoil: Callable[[Any], None]) -> None:
     spoil(message)
     with pytest.raises(ManifestError, match="configuration"):
         check_config(message, manifest)
+
+
+def test_an_engine_with_a_head_has_hidden_states_as_an_output() -> None:
+    geometry, replay = tiny_geometry(), ReplayGeometry(history=8, max_draft_len=2)
+    head = MtpRecord(tensors=(), engine_sha256="0", engine_bytes=1)
+    tensors = bindings(geometry, replay, ONE_SLOT, "embedded", returns_hidden_states=True)
+    manifest = servable(tensors=tensors, mtp=head)
+    message: Any = model_config("e", manifest, GPU)
+    check_config(message, manifest)
+    assert [(tensor["name"], tensor["dims"][2]) for tensor in message["output"]] == [
+        ("logits", geometry.vocab_size),
+        ("hidden_states", geometry.d_model),
+    ]
+    with pytest.raises(ManifestError, match="hidden_states"):
+        check_config(message, servable(tensors=tensors))
 
 
 def test_an_engine_of_another_geometry_is_found() -> None:

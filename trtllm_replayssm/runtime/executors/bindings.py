@@ -5,41 +5,42 @@ Nothing here imports TensorRT: an engine and its contexts come in as objects, wh
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
-from trtllm_replayssm.contract.manifest import Manifest, TensorRecord
-from trtllm_replayssm.contract.tensors import TensorSpec, state_specs
+from trtllm_replayssm.contract.manifest import ProfileRecord, TensorRecord
+from trtllm_replayssm.contract.tensors import TensorSpec
 from trtllm_replayssm.errors import BackendError, ManifestError
 from trtllm_replayssm.ops.dtypes import torch_dtype
 from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR
-from trtllm_replayssm.runtime.step import StepInputs
+from trtllm_replayssm.runtime.pools import State
 
 DTYPE_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32"}
 """TensorRT's type names -> the contract's."""
 
 
-def check_engine(engine: Any, manifest: Manifest) -> None:
+def check_engine(engine: Any, tensors: Sequence[TensorRecord]) -> None:
     """Compare an engine's tensors with the manifest's, and its aliases with what in-place states need.
 
     Args:
         engine: an ``ICudaEngine``.
-        manifest: of its folder.
+        tensors: what the manifest says of its bindings.
 
     Raises:
         ManifestError: the engine is not the one that the manifest describes.
         BackendError: TensorRT does not keep a state in place.
     """
     names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
-    needed = {record.name for record in manifest.tensors}
+    needed = {record.name for record in tensors}
     if names != needed:
         different = ", ".join(sorted(names ^ needed)[:5])
         raise ManifestError(
             f"engine: found {len(names)} tensors; needed the manifest's {len(needed)}. Only one of the two has "
             f"{different}. Build it again."
         )
-    for record in manifest.tensors:
+    for record in tensors:
         _check_tensor(engine, record)
 
 
@@ -67,60 +68,60 @@ class Bindings:
     """The tensors of an engine and where they are.
 
     Args:
-        manifest: names and shapes.
-        states: one tensor per ``contract.tensors.state_specs``, in order.
+        tensors: what the manifest says of the engine's bindings.
+        states: every state and its pool.
         weights: name -> tensor of the weight inputs; empty when the engine embeds them.
-        logits: fp32, at least rows * positions * vocabulary values.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        states: Sequence[torch.Tensor],
-        weights: Mapping[str, torch.Tensor],
-        logits: torch.Tensor,
+        self, tensors: Sequence[TensorRecord], states: Sequence[State], weights: Mapping[str, torch.Tensor]
     ) -> None:
-        self._step_names = [record.name for record in manifest.tensors if record.role == "step"]
-        self._vocab_size = manifest.geometry.vocab_size
+        self._step = [record for record in tensors if record.role == "step"]
+        self._results = [record for record in tensors if record.role == "result"]
         self._weights = dict(weights)
-        self._logits = logits
-        specs = state_specs(manifest.geometry, manifest.replay, manifest.limits)
-        pairs = list(zip(specs, states, strict=True))
-        self._pools = [(spec, pool) for spec, pool in pairs if not spec.is_cache]
-        self._caches = [(spec, cache) for spec, cache in pairs if spec.is_cache]
-        self._check_weights(manifest)
+        self._pools = [state for state in states if not state.spec.is_cache]
+        self._caches = [state for state in states if state.spec.is_cache]
+        self._check_weights(tensors)
 
     def bind_fixed(self, context: Any) -> None:
-        """Give a context the addresses that never change: weights, state pools, logits."""
+        """Give a context the addresses that never change: weights and state pools."""
         for name, weight in self._weights.items():
             _set_address(context, name, weight)
         for spec, pool in self._pools:
             _set_state_address(context, spec, pool)
-        _set_address(context, "logits", self._logits)
 
-    def bind_step(self, context: Any, inputs: StepInputs) -> torch.Tensor:
+    def bind_step(
+        self, context: Any, inputs: Sequence[torch.Tensor], first_slot: int, buffers: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Give a context the shapes and addresses of one step.
 
         Args:
             context: an ``IExecutionContext`` that ``bind_fixed`` has seen.
-            inputs: must stay alive until the step has run.
+            inputs: the step's inputs in the order of the network; they must stay alive until the step has run.
+            first_slot: row i of the step has the cache rows of slot first_slot + i.
+            buffers: where the results will be; each at least as large as its result.
 
         Returns:
-            Where the logits will be: fp32 [B, J, V].
+            Name -> the part of its buffer where a result will be, in its shape.
         """
-        num_rows, positions = inputs.logits_indices.shape
-        for name, tensor in zip(self._step_names, inputs.tensors(), strict=True):
-            _set_shape(context, name, tensor.shape)
-            _set_address(context, name, tensor)
+        sizes: dict[str, int] = {}
+        for record, tensor in zip(self._step, inputs, strict=True):
+            _set_shape(context, record.name, tensor.shape)
+            _set_address(context, record.name, tensor)
+            sizes |= {dim: size for dim, size in zip(record.shape, tensor.shape, strict=True) if isinstance(dim, str)}
         for spec, cache in self._caches:
-            rows = cache[inputs.first_slot : inputs.first_slot + num_rows]
+            rows = cache[first_slot : first_slot + sizes["B"]]
             _set_shape(context, spec.past_name, rows.shape)
             _set_state_address(context, spec, rows)
-        size = num_rows * positions * self._vocab_size
-        return self._logits.view(-1)[:size].view(num_rows, positions, self._vocab_size)
+        results = {}
+        for record in self._results:
+            shape = [sizes[dim] if isinstance(dim, str) else dim for dim in record.shape]
+            _set_address(context, record.name, buffers[record.name])
+            results[record.name] = buffers[record.name].view(-1)[: prod(shape)].view(shape)
+        return results
 
-    def _check_weights(self, manifest: Manifest) -> None:
-        for record in manifest.tensors:
+    def _check_weights(self, tensors: Sequence[TensorRecord]) -> None:
+        for record in tensors:
             if record.role != "weight":
                 continue
             weight = self._weights.get(record.name)
@@ -134,6 +135,21 @@ class Bindings:
                     f"{list(record.shape)}. Name the checkpoint that the engine was built from with the option "
                     f"checkpoint_dir."
                 )
+
+
+def result_buffers(
+    tensors: Sequence[TensorRecord], profiles: Sequence[ProfileRecord], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Allocate a buffer for each result, as large as the largest step of any profile makes it."""
+    return {
+        record.name: torch.empty(
+            max(prod(profile.shapes(record.shape)[2]) for profile in profiles),
+            dtype=torch_dtype(record.dtype),
+            device=device,
+        )
+        for record in tensors
+        if record.role == "result"
+    }
 
 
 def _set_state_address(context: Any, spec: TensorSpec, tensor: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_replayssm.contract.capability import capability_text
-from trtllm_replayssm.contract.manifest import ENGINE_FILE, Manifest
+from trtllm_replayssm.contract.manifest import Manifest, MtpRecord
 from trtllm_replayssm.contract.plugin_io import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS
 from trtllm_replayssm.contract.safetensors_header import read_header
 from trtllm_replayssm.errors import ManifestError
@@ -54,26 +54,25 @@ def check_installation(manifest: Manifest, here: Installation) -> None:
         raise ManifestError(f"engine: {'; '.join(problems)}. Build it again for this machine, or use {TORCH_EXECUTOR}.")
 
 
-def read_engine(folder: Path, manifest: Manifest) -> bytes:
-    """Read the plan and compare it with the manifest.
+def read_engine(path: Path, record: Manifest | MtpRecord) -> bytes:
+    """Read a plan and compare it with what the manifest says of it.
 
     Raises:
         ManifestError: it is missing, cut short or not the one that was built.
     """
-    path = folder / ENGINE_FILE
     try:
         plan = path.read_bytes()
     except OSError as error:
         raise ManifestError(f"{path}: found {error.strerror or error}; needed the engine. Build it again.") from error
-    if len(plan) != manifest.engine_bytes:
+    if len(plan) != record.engine_bytes:
         raise ManifestError(
-            f"{path}: engine_bytes: found {len(plan)}, needed {manifest.engine_bytes}. The file is cut short or was "
+            f"{path}: engine_bytes: found {len(plan)}, needed {record.engine_bytes}. The file is cut short or was "
             f"replaced; copy or build it again."
         )
     found = hashlib.sha256(plan).hexdigest()
-    if found != manifest.engine_sha256:
+    if found != record.engine_sha256:
         raise ManifestError(
-            f"{path}: engine_sha256: found {found}, needed {manifest.engine_sha256}. The file was damaged or replaced; "
+            f"{path}: engine_sha256: found {found}, needed {record.engine_sha256}. The file was damaged or replaced; "
             f"copy or build it again."
         )
     return plan

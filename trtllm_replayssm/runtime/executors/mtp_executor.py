@@ -1,68 +1,61 @@
-"""Runs the multi-token prediction head of a model that the torch executor runs, with caches of its own.
+"""Runs the multi-token prediction head of a model, with caches of its own: what its executors have in common.
 
 The head's key/value caches have a row for each slot, as the model's; what stands at a position belongs to the hidden
-state there. So they roll back by the model's own cursor.
+state there. So they roll back by the model's own cursor. Embedding and output matrix are the model's, and the latter is
+not read by a step that no draft is made of.
 """
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional
 
-from trtllm_replayssm.contract.geometry import ModelGeometry
-from trtllm_replayssm.contract.memory_plan import mtp_head_bytes, size_text
-from trtllm_replayssm.contract.tensors import MTP_PREFIX, mtp_state_specs
+from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry
+from trtllm_replayssm.contract.memory_plan import size_text
 from trtllm_replayssm.errors import CapacityError
-from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.capacity import available_bytes
-from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
+from trtllm_replayssm.runtime.pools import State
 
 
-class MtpExecutor:
+class SharedMatrices(NamedTuple):
+    """What a head has of its model.
+
+    Attributes:
+        embedding: the embeddings of all tokens, [vocab_size, d_model].
+        output: what turns hidden states into logits, [vocab_size, d_model].
+    """
+
+    embedding: torch.Tensor
+    output: torch.Tensor
+
+
+class MtpExecutor(ABC):
     """A head, its weights and its caches.
 
     Args:
-        make_head: makes the module, ``builders.models.mtp.MtpHead``, its weights uninitialised.
         geometry: of the model, with the head.
-        target: runs the model itself; its embeddings and output matrix are used.
-        load_weights: device -> the tensors of ``contract.tensors.mtp_weight_specs``.
-
-    Attributes:
+        limits: slots and lengths.
+        matrices: of the model.
+        states: the head's caches.
         device_bytes: what caches and weights take on the device.
-
-    Raises:
-        CapacityError: caches and weights do not fit the device.
     """
 
     def __init__(
         self,
-        make_head: Callable[[], nn.Module],
         geometry: ModelGeometry,
-        target: TorchExecutor,
-        load_weights: Callable[[torch.device], Mapping[str, torch.Tensor]],
+        limits: EngineLimits,
+        matrices: SharedMatrices,
+        states: tuple[State, ...],
+        device_bytes: int,
     ) -> None:
-        self.device = target.device
-        self.num_slots = target.limits.max_batch_size
+        self.num_slots = limits.max_batch_size
         self.d_model = geometry.d_model
-        self.dtype = target.embedding_matrix.dtype
-        self._target = target
-        self._specs = specs = mtp_state_specs(geometry, target.replay, target.limits)
-        self.device_bytes = mtp_head_bytes(geometry, target.replay, target.limits)
-        _check_memory(self.device_bytes, target)
-        with torch.device("meta"):
-            head = make_head()
-        weights = {name.removeprefix(MTP_PREFIX): weight for name, weight in load_weights(self.device).items()}
-        head.load_state_dict(weights, assign=True, strict=True)
-        self._head = head.eval().requires_grad_(False)
-        self._states = pools.allocate(specs, target.limits, self.device)
-        for state in self._states:
-            state.zero_()  # a prompt that was not run from its start leaves rows unwritten, which must be finite
-
-    @property
-    def states(self) -> tuple[pools.State, ...]:
-        """The head's caches."""
-        return tuple(map(pools.State, self._specs, self._states))
+        self.dtype = matrices.embedding.dtype
+        self.device = matrices.embedding.device
+        self.states = states
+        self.device_bytes = device_bytes
+        self._matrices: SharedMatrices | None = matrices
 
     @torch.inference_mode()
     def step(
@@ -81,7 +74,7 @@ class MtpExecutor:
         Args:
             token_ids: [B, S], the tokens at c+1 .. c+S.
             hidden: [B, S, d_model], the hidden states at c .. c+S-1: the model's, or this method's.
-            past_lengths: [B] int32, c.
+            past_lengths: [B] int32, c; also of padding rows, as in ``StepInputs``.
             num_tokens: [B] int32.
             slot_ids: [B] int32, -1 for padding.
             first_slot: row i has the caches of slot first_slot + i.
@@ -90,28 +83,43 @@ class MtpExecutor:
         Returns:
             [B, S, d_model]: what ``choose`` makes the tokens at c+2 .. c+S+1 of.
         """
-        embedded = functional.embedding(token_ids, self._target.embedding_matrix)
-        states = tuple(state[first_slot : first_slot + len(token_ids)] for state in self._states)
-        out: torch.Tensor = self._head(embedded, hidden, past_lengths, num_tokens, slot_ids, states, key_length)
-        return out
+        assert self._matrices is not None, "the executor is open"
+        embedded = functional.embedding(token_ids, self._matrices.embedding)
+        return self._run(embedded, hidden, (past_lengths, num_tokens, slot_ids), first_slot, key_length)
 
     @torch.inference_mode()
     def choose(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token behind each hidden state: [..., d_model] -> [...] int64."""
-        return functional.linear(hidden, self._target.output_matrix).argmax(dim=-1)
+        assert self._matrices is not None, "the executor is open"
+        return functional.linear(hidden, self._matrices.output).argmax(dim=-1)
 
     def close(self) -> None:
         """Drop caches and weights; those of the target stay."""
-        self._states = ()
-        self._head = nn.Module()
+        self.states = ()
+        self._matrices = None
+
+    @abstractmethod
+    def _run(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        first_slot: int,
+        key_length: int,
+    ) -> torch.Tensor:
+        """Do what ``step`` says; ``counters`` are its past_lengths, num_tokens and slot_ids."""
 
 
-def _check_memory(needed: int, target: TorchExecutor) -> None:
-    """Refuse what does not fit beside the target, before anything is allocated."""
-    num_slots = target.limits.max_batch_size
-    available = available_bytes(target.device)
+def check_head_memory(needed: int, limits: EngineLimits, device: torch.device) -> None:
+    """Refuse what does not fit beside the target, before anything is allocated.
+
+    Raises:
+        CapacityError: with the numbers, and what to lower.
+    """
+    available = available_bytes(device)
     if needed > available:
         raise CapacityError(
-            f"memory of {target.device}: found {size_text(available)} beside the model; needed {size_text(needed)} for "
-            f"the multi-token prediction head and its caches. Lower max_batch_size ({num_slots}) or max_seq_len."
+            f"memory of {device}: found {size_text(available)} beside the model; needed {size_text(needed)} for "
+            f"the multi-token prediction head and its caches. Lower max_batch_size ({limits.max_batch_size}) or "
+            f"max_seq_len."
         )

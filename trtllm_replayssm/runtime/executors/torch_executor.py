@@ -117,7 +117,8 @@ class TorchExecutor:
             pool[rows] if spec.is_cache else pool for spec, pool in zip(self._specs, self._states, strict=True)
         )
         if self._returns_hidden_states:
-            return StepOutputs(*self._module.forward_with_hidden_states(inputs.tensors(), states, key_length, logits))
+            step = self._module.forward_with_hidden_states(inputs.tensors(), states, key_length, logits)
+            return StepOutputs(*step[:2])
         found, _ = self._module(*inputs.tensors(), states, key_length=key_length, logits=logits)
         return StepOutputs(found)
 

@@ -33,6 +33,7 @@ class MtpDrafter:
         self._executor = executor
         # Sequence -> its slot and how many of its tokens the model has committed.
         self._places: dict[int, tuple[int, int]] = {}
+        self._slots: Slots | None = None
         shape = (executor.num_slots, executor.d_model)
         self._last_hidden = torch.zeros(shape, dtype=executor.dtype, device=executor.device)
 
@@ -63,7 +64,10 @@ class MtpDrafter:
         buffer = np.zeros((window + 3) * num_rows, dtype=np.int32)
         following = buffer[: window * num_rows].reshape(num_rows, window)
         counters = buffer[window * num_rows :].reshape(3, num_rows)
+        # Padding rows, too, write to the caches in an engine: at their slots' cursors it does no harm.
+        counters[0] = slots.past_lengths[plan.first_slot : plan.first_slot + num_rows]
         counters[2] = PADDING_SLOT
+        self._slots = slots
         for row, verdict in zip(plan.rows, verdicts, strict=True):
             past, count = int(slots.past_lengths[row.slot]), verdict.num_accepted_tokens
             self._places[row.request.request_id] = (row.slot, past + count)
@@ -95,12 +99,15 @@ class MtpDrafter:
             return {}
         num_rows = 1 + max(self._places[request_id][0] for request_id in wanted)
         host = np.zeros((3, num_rows), dtype=np.int32)
+        assert self._slots is not None, "a sequence with a place has been followed"
+        host[0] = self._slots.past_lengths[:num_rows]
         host[2] = PADDING_SLOT
         for request_id in wanted:
             slot, length = self._places[request_id]
             host[:, slot] = length, 1, slot
         past_lengths, num_tokens, slot_ids = to_device(host.ravel(), self._executor.device).view(3, num_rows)
-        longest, key_length = max(wanted.values()), 1 + int(host[0].max())
+        longest = max(wanted.values())
+        key_length = 1 + max(self._places[request_id][1] for request_id in wanted)
         hidden = self._last_hidden[:num_rows]
         drafts = [self._executor.choose(hidden)]
         for number in range(longest - 1):

@@ -17,7 +17,7 @@ from trtllm_replayssm.contract.manifest import (
     check_engine_size,
     read_manifest,
 )
-from trtllm_replayssm.contract.tensors import logits_spec, state_specs, step_specs
+from trtllm_replayssm.contract.tensors import TensorSpec, hidden_states_spec, logits_spec, state_specs, step_specs
 from trtllm_replayssm.errors import ConfigError, ManifestError
 from trtllm_replayssm.plugins.library import plugin_library
 from trtllm_replayssm.serving.triton.pbtxt import Comment, Name, Value, render
@@ -176,8 +176,8 @@ def _needed(manifest: Manifest) -> Iterator[tuple[str, str, dict[str, object]]]:
     """Return the same of what the model's geometry says, independently of how the configuration was made."""
     for spec in step_specs():
         yield "input", spec.name, {"data_type": DATA_TYPES[spec.dtype], "dims": dims_of(spec.shape)}
-    logits = logits_spec(manifest.geometry)
-    yield "output", logits.name, {"data_type": DATA_TYPES[logits.dtype], "dims": dims_of(logits.shape)}
+    for spec in _results(manifest):
+        yield "output", spec.name, {"data_type": DATA_TYPES[spec.dtype], "dims": dims_of(spec.shape)}
     for spec in state_specs(manifest.geometry, manifest.replay, manifest.limits):
         yield (
             "state",
@@ -194,11 +194,17 @@ def _needed(manifest: Manifest) -> Iterator[tuple[str, str, dict[str, object]]]:
 def _bindings(manifest: Manifest) -> Iterator[tuple[str, str, tuple[int | str, ...], bool]]:
     for spec in step_specs():
         yield spec.name, spec.dtype, spec.shape, True
-    logits = logits_spec(manifest.geometry)
-    yield logits.name, logits.dtype, logits.shape, False
+    for spec in _results(manifest):
+        yield spec.name, spec.dtype, spec.shape, False
     for spec in state_specs(manifest.geometry, manifest.replay, manifest.limits):
         yield spec.past_name, spec.dtype, spec.shape, True
         yield spec.present_name, spec.dtype, spec.shape, False
+
+
+def _results(manifest: Manifest) -> Iterator[TensorSpec]:
+    yield logits_spec(manifest.geometry)
+    if manifest.mtp is not None:
+        yield hidden_states_spec(manifest.geometry)
 
 
 def dims_of(shape: tuple[int | str, ...]) -> list[int]:
