@@ -55,7 +55,7 @@ def plugin_library() -> Path:
     return compile_library(LIBRARY_NAME, sorted(SOURCE_DIR.glob("*.cpp")))
 
 
-def compile_library(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path:
+def compile_library(name: str, sources: Sequence[Path]) -> Path:
     """Compile a shared library against TensorRT's headers into the cache; do nothing when it is there.
 
     Safe for processes that do so at once. ``$CXX`` is respected.
@@ -63,7 +63,6 @@ def compile_library(name: str, sources: Sequence[Path], flags: Sequence[str] = (
     Args:
         name: file name, ``lib<...>.so``.
         sources: C++ files; headers beside them and in ``plugins`` count as their content.
-        flags: further compiler flags.
 
     Returns:
         ``<cache>/<content hash>/<name>``.
@@ -73,7 +72,7 @@ def compile_library(name: str, sources: Sequence[Path], flags: Sequence[str] = (
         BuildError: the compiler refuses the sources, or the cache cannot be written.
     """
     include = tensorrt_include_dir()
-    options = [*_FLAGS, *flags, "-isystem", str(include), "-idirafter", str(SOURCE_DIR / "cuda_shim")]
+    options = [*_FLAGS, "-isystem", str(include), "-idirafter", str(SOURCE_DIR / "cuda_shim")]
     command = [*_compiler(), *options, *_LINK_FLAGS]
     digest = content_hash(name, *command, platform.machine(), *(part for file in _inputs(sources) for part in file))
     path = cache_dir() / digest / name

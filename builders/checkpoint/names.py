@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Join = Callable[[list[torch.Tensor]], torch.Tensor]
 
+_MOST_SHOWN = 20
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -170,9 +172,9 @@ def mtp_problems(geometry: ModelGeometry, index: Mapping[str, SourceTensor], nam
     return problems
 
 
-def _list(problems: list[str], limit: int = 20) -> str:
-    shown = "\n  - ".join(problems[:limit])
-    more = f"\n  ... and {len(problems) - limit} more" if len(problems) > limit else ""
+def _list(problems: list[str]) -> str:
+    shown = "\n  - ".join(problems[:_MOST_SHOWN])
+    more = f"\n  ... and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
     return (
         f"weights: found {len(problems)} tensors that do not fit config.json:\n  - {shown}{more}\n"
         "The folder's files are incomplete or of different models."

@@ -19,6 +19,9 @@ MAX_DRAFT_LENS: Final = (0, 3)
 PREFILL_BATCH_SIZES: Final = (1, 8)
 ACTIVATION_DTYPE: Final[ActivationDtype] = "bfloat16"
 
+SEED: Final = 0
+"""Of the lengths of all that is measured, so that ours and the peers' have the same."""
+
 BYTES_BETWEEN_USES: Final = 256 * 2**20
 """What other launches touch between two uses of one state: several times the L2 cache of any GPU of today."""
 # From any start the pending counts of a window of several tokens have mixed long before.
@@ -163,7 +166,7 @@ def check_launches(case: KernelCase, launches: int) -> None:
         )
 
 
-def draw_cursors(replay: ReplayGeometry, num_slots: int, num_steps: int, *, seed: int) -> Cursors:
+def draw_cursors(replay: ReplayGeometry, num_slots: int, num_steps: int, *, seed: int = SEED) -> Cursors:
     """Draw the lengths of desynchronised slots over consecutive steps, as the protocol's ``advance`` moves them.
 
     With T = 1 slot r begins with 1 + (r mod history) pending rows, and every step adds one: over ``history`` steps each

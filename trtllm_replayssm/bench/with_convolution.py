@@ -22,15 +22,14 @@ class StepWithConvolution(ReplayStep):
     Args:
         case: what to run, of Mamba-2.
         device: where.
-        seed: of the cursors.
     """
 
     kind: Kind = "with convolution"
     # The CPU does not round what the convolution makes.
     output_bound = ROUNDED_BOUND
 
-    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
-        super().__init__(case, device, seed)
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
+        super().__init__(case, device)
         self.implementation = "mamba2 with convolution"
         m, replay, sets = case.geometry, case.replay, self.num_sets
         self.traffic = traffic.with_conv_bytes(m, replay, cases.ACTIVATION_DTYPE, self.traffic)
@@ -58,8 +57,8 @@ class StepWithConvolution(ReplayStep):
 class StepAfterConvolution(StepWithConvolution):
     """The same by two launches."""
 
-    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
-        super().__init__(case, device, seed)
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
+        super().__init__(case, device)
         self.implementation = "convolution, then mamba2"
 
     @property

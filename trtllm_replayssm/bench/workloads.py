@@ -64,13 +64,12 @@ class ReplayStep:
     Args:
         case: what to run.
         device: where.
-        seed: of the cursors.
     """
 
     kind: Kind = "replay"
     output_bound = OUTPUT_BOUND
 
-    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
         m, replay, batch = case.geometry, case.replay, case.batch_size
         self._case = case
         self._recurrence = recurrence_of(m)
@@ -79,7 +78,7 @@ class ReplayStep:
         self.num_steps = cases.num_steps(replay)
         cases.check_launches(case, self.num_sets * self.num_steps)
         slots = self.num_sets * batch
-        cursors = cases.draw_cursors(replay, slots, self.num_steps, seed=seed)
+        cursors = cases.draw_cursors(replay, slots, self.num_steps)
         self._flushes = cursors.flushes(replay)
         self.flush_fraction: float | None = float(self._flushes.mean())
         self.mean_pending: float | None = cursors.mean_pending()
@@ -158,7 +157,6 @@ class CausalConv1dStep:
     Args:
         case: what to run; the state type plays no part.
         device: where.
-        seed: of the positions.
     """
 
     implementation = "causal_conv1d"
@@ -166,7 +164,7 @@ class CausalConv1dStep:
     flush_fraction: float | None = None
     mean_pending: float | None = None
 
-    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
         m, replay, batch = case.geometry, case.replay, case.batch_size
         self._case = case
         self.traffic = traffic.conv_bytes(m, replay.window, cases.ACTIVATION_DTYPE, batch_size=batch)
@@ -180,7 +178,7 @@ class CausalConv1dStep:
         self._weight = normal((self.num_sets, m.conv_dim, m.d_conv), ACTIVATION, device)
         self._bias = normal((self.num_sets, m.conv_dim), ACTIVATION, device)
         self._ring = normal((slots, replay.conv_ring_rows(m.d_conv), m.conv_dim), ACTIVATION, device)
-        first = np.random.default_rng(seed).integers(m.d_conv, 64, (self.num_sets, batch))
+        first = np.random.default_rng(cases.SEED).integers(m.d_conv, 64, (self.num_sets, batch))
         past = first + replay.window * np.arange(self.num_steps)[:, None, None]
         self._past = torch.from_numpy(past.astype(np.int32)).to(device)
         self._num_tokens = torch.full((batch,), replay.window, dtype=torch.int32, device=device)

@@ -99,11 +99,11 @@ class Checkpointing(_WithRoundedWeights, ReplayedPeerStep):
 
     implementation = "flashinfer checkpointing_ssu"
 
-    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
         m, replay, batch = self.geometry, case.replay, case.batch_size
         slots = self.num_sets * batch
-        cursors = cases.draw_cursors(replay, slots, self.num_steps, seed=seed)
+        cursors = cases.draw_cursors(replay, slots, self.num_steps)
         self.follow(cursors.flushes(replay), cursors.mean_pending())
         rows = replay.ring_rows
         past, checkpoint = cursors

@@ -119,12 +119,12 @@ class UCacheFlush(_Step, ReplayedPeerStep):
     _RING_ROWS = 32
     _HISTORY = 16
 
-    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
         m, replay, sets, batch = self.geometry, case.replay, self.num_sets, case.batch_size
         self.packed.weights = {name: weight.to(ACTIVATION).float() for name, weight in self.packed.weights.items()}
         self._rounded = {name: weight.to(ACTIVATION) for name, weight in self.packed.weights.items()}
-        cursors = cases.draw_cursors(replay, sets * batch, self.num_steps, seed=seed)
+        cursors = cases.draw_cursors(replay, sets * batch, self.num_steps)
         self.follow(cursors.flushes(replay), cursors.mean_pending())
         past, checkpoint = cursors
         self._pending, self._origin = self.on_device(past - checkpoint), self.on_device(checkpoint % self._RING_ROWS)

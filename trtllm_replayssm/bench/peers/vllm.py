@@ -166,10 +166,10 @@ class Speculative(Mamba2PeerStep, WindowReplay):
         ),
     )
 
-    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
         m, slots = self.geometry, 1 + self.num_sets * case.batch_size
-        self.follow_ours(seed)
+        self.follow_ours()
         self._state = self.slotted_states()
         self._conv = normal((slots, self.ring_rows, m.d_inner + m.n_groups * m.d_state), ACTIVATION, device)
         self._dt = normal((slots, m.n_heads, self.ring_rows), ACTIVATION, device)

@@ -187,9 +187,9 @@ class Speculative(GatedDeltaNetPeerStep, WindowReplay):
     output_bound = WINDOW_BOUND
     settings = (SHIPPED, {"block_v": 32, "num_warps": 1, "nk": 2, "num_stages": 2})
 
-    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: KernelCase, device: torch.device) -> None:
         super().__init__(case, device)
-        self.follow_ours(seed)
+        self.follow_ours()
         self._states = self.slotted_states()
         self._caches = _Caches(self, len(self._states), self.ring_rows)
 

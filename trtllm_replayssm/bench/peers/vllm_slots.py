@@ -80,10 +80,10 @@ class WindowReplay(SlottedStep, ReplayedPeerStep):
         ring_rows: of a ring.
     """
 
-    def follow_ours(self, seed: int) -> None:
+    def follow_ours(self) -> None:
         """Take the cursors of our step."""
         replay = self.case.replay
-        cursors = cases.draw_cursors(replay, self.num_sets * self.case.batch_size, self.num_steps, seed=seed)
+        cursors = cases.draw_cursors(replay, self.num_sets * self.case.batch_size, self.num_steps)
         self.follow(cursors.flushes(replay), cursors.mean_pending())
         self.limit = replay.history + replay.window
         self.ring_rows = 1 << (self.limit - 1).bit_length()

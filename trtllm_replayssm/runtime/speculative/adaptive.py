@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from trtllm_replayssm.config import DecodingConfig
 from trtllm_replayssm.runtime.speculative.base import Drafter, HiddenStateDrafter, ModelDrafter
@@ -42,7 +42,6 @@ class AdaptiveDrafter:
         drafter: whose drafts these are.
         config: what is to be adapted, and within which bounds.
         is_free: drafts cost nothing to make, so that all are made and then as many taken as pay.
-        clock: seconds, as ``time.perf_counter``.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class AdaptiveDrafter:
         config: DecodingConfig,
         *,
         is_free: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.max_draft_len = drafter.max_draft_len
         self.drafter = drafter
@@ -61,7 +59,7 @@ class AdaptiveDrafter:
         self._gate: AcceptanceGate | None = None
         if config.acceptance_rate_window_size is not None and config.acceptance_rate_threshold is not None:
             self._gate = AcceptanceGate(config.acceptance_rate_window_size, config.acceptance_rate_threshold)
-        self._clock = clock
+        self._clock = time.perf_counter
         self._wanted: dict[int, int] = {}
         self._drafts: dict[int, tuple[int, ...]] = {}
         self._started: float | None = None

@@ -61,9 +61,9 @@ class ApiError(Exception):
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid(message: str, param: str | None = None) -> ApiError:
     """Return the error of a request that cannot be served as asked."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param)
 
 
 def refused(error: ReplaySSMError, retry_after_s: int) -> ApiError:
