@@ -12,7 +12,7 @@ import torch
 from tests.end_to_end.test_mtp import Recorder
 from tests.end_to_end.test_parity import PIECE, PROMPTS, tokens_of
 from tests.mtp_models import make_with_mtp
-from tests.runtime.engine_stand_in import BackendStandIn, stand_in_for_tensorrt
+from tests.runtime.engine_stand_in import BackendStandIn, HeadContext, stand_in_for_tensorrt
 from trtllm_replayssm import LLM, KvCacheConfig, MTPDecodingConfig, NGramDecodingConfig, SamplingParams
 from trtllm_replayssm.builders.checkpoint.convert import convert
 from trtllm_replayssm.builders.checkpoint.rank_checkpoint import read_config, write_config
@@ -21,7 +21,14 @@ from trtllm_replayssm.cli.main import main
 from trtllm_replayssm.contract.manifest import ENGINE_FILE, MTP_ENGINE_FILE, WEIGHTS_FILE, read_manifest, read_report
 from trtllm_replayssm.contract.memory_plan import Execution, mtp_head_bytes, plan_memory
 from trtllm_replayssm.contract.tensors import mtp_state_specs, mtp_weight_specs
-from trtllm_replayssm.errors import CapacityError, CheckpointError, ConfigError, ManifestError, UnsupportedError
+from trtllm_replayssm.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    ManifestError,
+    ReplaySSMError,
+    UnsupportedError,
+)
 from trtllm_replayssm.runtime.executors import mtp_executor
 from trtllm_replayssm.runtime.executors.tensorrt_executor import TensorRTExecutor
 from trtllm_replayssm.runtime.executors.tensorrt_mtp_executor import TensorRTMtpExecutor
@@ -233,6 +240,16 @@ def test_a_damaged_head_is_told_from_a_damaged_model(
     monkeypatch.setattr(mtp_executor, "available_bytes", lambda device: 1000)
     with pytest.raises(CapacityError, match="for the multi-token prediction head and its caches"):
         on_engine(engine)
+
+
+def test_a_step_of_the_head_that_fails_is_told_as_its_own(
+    engine: Path, backend: BackendStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del backend
+    monkeypatch.setattr(HeadContext, "execute_async_v3", lambda self, stream: False)
+    needed = "multi-token prediction head: engine: a decode step failed"
+    with on_engine(engine) as llm, pytest.raises(ReplaySSMError, match=needed):
+        tokens_of(llm, [[5, 6]], 4)
 
 
 def test_an_engine_without_a_head_says_how_to_build_one(

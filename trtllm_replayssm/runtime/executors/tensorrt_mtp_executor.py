@@ -1,5 +1,7 @@
 """Runs the engine of a multi-token prediction head beside the engine of its model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -7,7 +9,7 @@ import torch
 from trtllm_replayssm.contract.manifest import MTP_ENGINE_FILE
 from trtllm_replayssm.contract.memory_plan import mtp_head_bytes
 from trtllm_replayssm.contract.tensors import mtp_state_specs, mtp_weight_specs, shared_matrix_specs
-from trtllm_replayssm.errors import ManifestError
+from trtllm_replayssm.errors import ManifestError, ReplaySSMError
 from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.executors import gate
 from trtllm_replayssm.runtime.executors.engine import Engine, profile_of
@@ -53,7 +55,7 @@ class TensorRTMtpExecutor(MtpExecutor):
                 f"the checkpoint that the engine was built from with the option checkpoint_dir."
             )
         specs = mtp_state_specs(geometry, manifest.replay, limits)
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), _named():
             states = tuple(map(pools.State, specs, allocate_states(specs, limits, device)))
             records = (record.tensors, manifest.profiles)
             self._engine = Engine(target.backend, plan, records, states, weights, device)
@@ -79,7 +81,16 @@ class TensorRTMtpExecutor(MtpExecutor):
         del key_length
         out = torch.empty_like(embedded)
         inputs = (embedded, hidden.contiguous(), counters[0])
-        results = self._engine.run(
-            profile_of(embedded.shape[1], self._replay), inputs, first_slot, {"next_hidden_states": out}
-        )
+        profile = profile_of(embedded.shape[1], self._replay)
+        with _named():
+            results = self._engine.run(profile, inputs, first_slot, {"next_hidden_states": out})
         return results["next_hidden_states"]
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Let errors say which of the two engines they are of."""
+    try:
+        yield
+    except ReplaySSMError as error:
+        raise type(error)(f"multi-token prediction head: {error.message}") from error
