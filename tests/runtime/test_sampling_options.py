@@ -45,6 +45,19 @@ def test_penalties_keep_a_greedy_text_from_repeating_itself(llm: LLM) -> None:
     assert set(generated_alone) == {plain[0]}
 
 
+@pytest.mark.parametrize(
+    "rules", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}], ids=lambda rules: next(iter(rules))
+)
+def test_each_rule_alone_can_leave_the_likeliest_token_only(llm: LLM, rules: dict[str, Any]) -> None:
+    prompts = [[5, 7, 40], [9]]
+    common: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
+    greedy = llm.generate(prompts, SamplingParams(**common, temperature=0.0))
+    found = llm.generate(prompts, SamplingParams(**common, **rules, seed=3))
+    free = llm.generate(prompts, SamplingParams(**common, seed=3))
+    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (greedy, found, free)]
+    assert tokens[1] == tokens[0] != tokens[2]
+
+
 def test_a_bias_brings_a_token_or_keeps_it_away(llm: LLM) -> None:
     plain = tokens_of(llm, [9], GREEDY)
     assert tokens_of(llm, [9], GREEDY | {"logit_bias": {77: 1e4}}) == [77] * 24

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.serving.triton.conftest import MODEL
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.config import KvCacheConfig
+from trtllm_replayssm.config import KvCacheConfig, SamplingParams
 from trtllm_replayssm.errors import (
     CapacityError,
     CheckpointError,
@@ -54,6 +54,25 @@ def test_a_request_without_sampling_options_is_greedy() -> None:
     assert request(text_input="a", temperature=0.8).params.temperature == 0.8  # not 0.800000011920929
     assert request(text_input="a", top_k=5).params.temperature == 1.0
     assert request(text_input="a", top_k=5, temperature=0.0).params.temperature == 0.0
+
+
+def test_every_option_reaches_the_rules() -> None:
+    same: dict[str, Any] = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "end_id": 7,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "seed": 6,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": 0.75,
+        "prompt_ignore_length": 3,
+    }
+    asked = request(text_input="a", **same, stop_words=["x"], bad_words=["y"], num_return_sequences=2)
+    assert asked.params == SamplingParams(**same, stop=("x",), bad=("y",), n=2)
 
 
 def test_words_that_are_empty_are_none() -> None:
