@@ -191,6 +191,28 @@ def test_the_command_prints_and_writes_what_it_measured(
     assert "time/limit" in text and f"replay {OP[family]}" in text
 
 
+@pytest.mark.usefixtures("stand_in", "libraries")
+@every_family
+def test_phases_are_measured_where_asked_for_and_are_nobodys_peers(
+    family: Family, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for flags in ([], ["--phases"]):
+        assert main([*small(family), *flags, "--json"]) == 0
+        found.append(KernelReport.model_validate_json(capsys.readouterr().out))
+    without, report = found
+    phases = [m for m in report.measurements if m.kind == "one phase"]
+    names = {f"replay {OP[family]}, {phase}" for phase in ("no row flushes", "all rows flush")}
+    assert len(phases) == 2 * 2 * 2 and {m.implementation for m in phases} == names
+    assert all(m.history == 16 and m.flush_fraction == float("all" in m.implementation) for m in phases)
+    assert len(report.measurements) == len(without.measurements) + len(phases)
+    assert report.comparisons == without.comparisons
+    assert plot.curves(report.measurements) == plot.curves(without.measurements)
+    assert "--phases" in report.command and "--phases" not in without.command
+    text = " ".join(rendered(report_tables(report)).split())
+    assert all(name in text for name in names)
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_the_report_names_the_libraries_of_its_family(capsys: pytest.CaptureFixture[str]) -> None:
     found = {}

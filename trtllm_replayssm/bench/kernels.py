@@ -11,6 +11,7 @@ from torch import Tensor
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.peers.registry import Peer, peers_of
+from trtllm_replayssm.bench.phases import StepOfFlushes, StepWithoutFlush
 from trtllm_replayssm.bench.prefill import ReplayPrefill
 from trtllm_replayssm.bench.report import Measurement, PeerFailure
 from trtllm_replayssm.bench.timing import Timing, time_graph
@@ -39,10 +40,17 @@ class Job(NamedTuple):
     peer: Peer | None = None
 
 
-def plan(steps: Sequence[KernelCase], prefills: Sequence[KernelCase] = (), *, with_peers: bool = True) -> list[Job]:
+def plan(
+    steps: Sequence[KernelCase],
+    prefills: Sequence[KernelCase] = (),
+    *,
+    with_peers: bool = True,
+    with_phases: bool = False,
+) -> list[Job]:
     """List what is measured: every case, its peers that can be imported right after it, and each convolution once.
 
-    The steps of Mamba-2 are measured with their convolution, too.
+    The steps of Mamba-2 are measured with their convolution, too; with phases all steps where no row flushes and where
+    all do.
     """
     jobs: list[Job] = []
     for case in (*steps, *prefills):
@@ -51,7 +59,9 @@ def plan(steps: Sequence[KernelCase], prefills: Sequence[KernelCase] = (), *, wi
     convolutions = {(case.geometry, case.replay.max_draft_len, case.batch_size): case for case in steps}
     jobs += [Job(case, CausalConv1dStep) for case in convolutions.values()]
     with_convolution = [case for case in steps if isinstance(case.geometry, Mamba2Geometry)]
-    return jobs + [Job(case, make) for case in with_convolution for make in (StepWithConvolution, StepAfterConvolution)]
+    jobs += [Job(case, make) for case in with_convolution for make in (StepWithConvolution, StepAfterConvolution)]
+    in_phases = steps if with_phases else ()
+    return jobs + [Job(case, make) for case in in_phases for make in (StepWithoutFlush, StepOfFlushes)]
 
 
 def measure(
@@ -148,7 +158,7 @@ def summarize(
 ) -> Measurement:
     """Hold a time to the bytes that had to move and to the bandwidth of a copy."""
     m, replay, num_bytes = case.geometry, case.replay, workload.traffic
-    is_step = workload.kind in ("replay", "conventional", "with convolution")
+    is_step = workload.kind in ("replay", "conventional", "with convolution", "one phase")
     has_conventional = workload.kind in ("replay", "conventional")
     conventional = traffic.conventional_bytes(m, replay, cases.ACTIVATION_DTYPE, batch_size=case.batch_size)
     limit = num_bytes.total / copy_bandwidth

@@ -95,6 +95,7 @@ def _work(m: Measurement) -> str:
         return f"convolution, T = {m.window}"
     window = f"prefill of {m.window}" if m.kind == "prefill" else f"T = {m.window}"
     window += ", with convolution" if m.kind == "with convolution" else ""
+    window += ", one phase" if m.kind == "one phase" else ""
     return f"{m.state_dtype} state, {window}"
 
 
