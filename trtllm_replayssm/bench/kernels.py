@@ -1,7 +1,6 @@
 """The run: every case is compared with the CPU, then timed, then held to its bytes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -76,7 +75,7 @@ def measure(
         choices: the launch settings of peers.
 
     Yields:
-        One measurement per job, or why a peer has none.
+        One measurement per job, or why a peer has none; after a peer that the device does not survive, nothing more.
 
     Raises:
         NumericsError: outputs of ours differ from the CPU's; that case is not timed, nor are those after it.
@@ -91,6 +90,10 @@ def measure(
                 assert job.make is not None, "a job is ours or a peer's"
                 measured = _measure_ours(job.case, job.make, device, copy_bandwidth)
         yield measured
+        if isinstance(measured, PeerFailure) and not _is_usable(device):
+            reason = f"not measured: no kernel runs on {device} since {measured.implementation} failed"
+            yield PeerFailure(implementation="everything after it", case=measured.case, reason=reason)
+            return
 
 
 def _measure_ours(
@@ -117,15 +120,18 @@ def _measure_peer(
         output_error = workload.check()
         return summarize(case, workload, _time(workload), output_error, copy_bandwidth, setting_name(workload.setting))
     except Exception as error:  # noqa: BLE001 - another library's code may raise anything
-        _clear_pending_error(device)
+        _is_usable(device)  # has CUDA forget a launch that it saw fail: the next one of anybody would be blamed for it
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return PeerFailure(implementation=peer.implementation, case=str(case), reason=reason)
 
 
-def _clear_pending_error(device: torch.device) -> None:
-    """Have CUDA forget a launch that a library's code saw fail: the next launch of anybody would be blamed for it."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device=device)
+def _is_usable(device: torch.device) -> bool:
+    """Say whether a kernel runs on a device; after an access to foreign memory none does until the process ends."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _time(workload: Workload) -> Timing:
