@@ -19,7 +19,7 @@ from tests.ops.driver import Row, bits, int32
 from tests.ops.drivers import replayed
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
-from trtllm_replayssm.plugins.specialize import Kernel
+from trtllm_replayssm.plugins.specializations import Kernel
 
 STRIDE = 2**31 + 1024
 _MAP_NORESERVE = 0x4000  # Linux's; mmap has the name from Python 3.13 on
