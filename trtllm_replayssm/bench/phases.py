@@ -30,7 +30,7 @@ class _StepInOnePhase(ReplayStep):
     def _draw_cursors(self, replay: ReplayGeometry, num_slots: int) -> Cursors:
         """Return lengths that stay as they are: a replayed graph runs them again anyhow."""
         counts = self._pending(replay)
-        checkpoint = np.random.default_rng(0).integers(1, 1 + 4 * replay.ring_rows, num_slots)
+        checkpoint = np.random.default_rng(cases.SEED).integers(1, 1 + 4 * replay.ring_rows, num_slots)
         past = checkpoint + counts.start + np.arange(num_slots) % len(counts)
         steps = cases.num_steps(replay)
         return Cursors(*(np.tile(lengths.astype(np.int32), (steps, 1)) for lengths in (past, checkpoint)))
