@@ -221,8 +221,29 @@ GATED_DELTA_NET_CASES = (
     GatedDeltaNetCase("gdn-state_bf16", 2, 4, 64, 64, 16, 3, state="bfloat16"),
     GatedDeltaNetCase("gdn-state_fp16", 2, 4, 128, 32, 16, 3, "float16", "float16", "float32"),
 )
-# On a GPU alone, as SHAPE_CASES: those that one with bulk copies runs by the pipelined step.
+
+
+def _paired_delta_cases(**axes: Sequence[Any]) -> Iterator[GatedDeltaNetCase]:
+    """Pair every two values of the axes; windows of 1 to 8 tokens take turns."""
+    for index, values in enumerate(pairwise(axes)):
+        (n_keys, n_values), (key_dim, value_dim) = values.pop("heads"), values.pop("head")
+        window, history = 1 + index % 8, values.pop("history")
+        name = "-".join([f"{n_keys}x{n_values}-K{key_dim}-V{value_dim}-T{window}-W{history}", *values.values()])
+        yield GatedDeltaNetCase(name, n_keys, n_values, key_dim, value_dim, history, window - 1, **values)
+
+
+# On a GPU alone, as SHAPE_CASES; value heads of a key head as in layers with 32/32, 16/32, 16/48 and 16/64 heads.
+_DELTA_HEADS = {"heads": ((2, 4), (2, 6), (2, 8), (3, 3)), "head": ((128, 128), (64, 64))}
 GATED_DELTA_NET_SHAPE_CASES = (
+    *_paired_delta_cases(**_DELTA_HEADS, history=(16, 8, 32), activation=tuple(DTYPES), state=tuple(DTYPES)),
+    # Those that a GPU with bulk copies runs by the pipelined step.
+    *_paired_delta_cases(
+        **_DELTA_HEADS,
+        history=(16, 8),
+        activation=("bfloat16",),
+        state=("float32", "bfloat16"),
+        gate=("bfloat16", "float32"),
+    ),
     GatedDeltaNetCase("gdn-2x8-decode-state_bf16", 2, 8, 128, 128, 16, 0, state="bfloat16"),
     GatedDeltaNetCase("gdn-2x6-T4-state_bf16", 2, 6, 128, 128, 16, 3, state="bfloat16", spare_ring_rows=1),
     GatedDeltaNetCase("gdn-2x4-T8", 2, 4, 128, 128, 16, 7),

@@ -199,6 +199,33 @@ def test_a_run_holds_ours_to_the_peers_and_names_those_that_fail(
 
 
 @pytest.mark.usefixtures("libraries")
+def test_a_run_that_a_peer_ends_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An access to foreign memory: every launch of the process fails from then on."""
+    make_zeros, is_broken = torch.zeros, [False]
+
+    def refuse(*arguments: object, **options: object) -> None:
+        is_broken[0] = True
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def zeros(*arguments: Any, **options: Any) -> Tensor:
+        if is_broken[0]:
+            raise RuntimeError("an illegal memory access was encountered")
+        return make_zeros(*arguments, **options)
+
+    monkeypatch.setattr(mamba_ssm.SelectiveStateUpdate, "launch", refuse)
+    monkeypatch.setattr("torch.zeros", zeros)
+    monkeypatch.setattr(kernels, "_time", timed_by_bytes)
+    monkeypatch.setattr(kernels, "time_briefly", timed_by_bytes)
+    monkeypatch.setattr("torch.cuda.device", nullcontext)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    jobs = kernels.plan([make_case()])
+    ours, failure, rest = kernels.measure(jobs, CPU, copy_bandwidth=4e12, choices=Choices("A card"))
+    assert len(jobs) > 3 and isinstance(ours, Measurement) and ours.kind == "replay"
+    assert isinstance(failure, PeerFailure) and failure.implementation == "mamba_ssm selective_state_update"
+    assert isinstance(rest, PeerFailure) and "since mamba_ssm selective_state_update failed" in rest.reason
+
+
+@pytest.mark.usefixtures("libraries")
 def test_the_gate_of_a_prefill() -> None:
     (case,) = make_prefill_cases(["4x16x32x2"], [2], ["float32"], 100, history=8)
     (peer,) = registry.peers_of(case)

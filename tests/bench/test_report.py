@@ -98,7 +98,12 @@ def test_tables_hold_every_measurement(made: KernelReport, family: Family) -> No
     rows = [line.split() for line in text.splitlines() if SHAPE[family] in line and "--shape" not in line]
     assert len(rows) == len(made.measurements)
     assert "none importable (mamba_ssm not installed)" in text
-    assert rows[0][:4] == [SHAPE[family], "float32", "1", "2"] and rows[0][-3:] == ["1.25", "0.062", "8.5"]
+    first = made.measurements[0]
+    assert first.conventional_limit_us is not None
+    gain = f"{first.conventional_limit_us / first.us:.2f}"
+    assert rows[0][:4] == [SHAPE[family], "float32", "1", "2"] and rows[0][-4:] == ["1.25", gain, "0.062", "8.5"]
+    convolution = next(row for row, m in zip(rows, made.measurements, strict=True) if m.kind == "convolution")
+    assert convolution[-1] == "1.25", "a convolution has no state"
 
 
 @every_family
@@ -133,6 +138,20 @@ def test_the_plot_and_the_document_are_written(made: KernelReport, tmp_path: Pat
     plot.write(made, tmp_path)
     assert (tmp_path / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
     assert KernelReport.model_validate_json((tmp_path / JSON_FILE).read_text()) == made
+
+
+@every_family
+def test_conventional_steps_have_a_limit_without_any_peer(made: KernelReport, family: Family) -> None:
+    """One state read and one written for every token of a window, and no rings: all but 2 and 5 of ours."""
+    limits = plot.conventional_limits(made.measurements)
+    assert set(limits) == {
+        (SHAPE[family], f"{state} state, T = {window}") for state in ("float32", "bfloat16") for window in (1, 4)
+    }
+    for (_, work), points in limits.items():
+        assert [batch for batch, _ in points] == [2, 8]
+        most = 2 if work.endswith("T = 1") else 5
+        assert all(1 < ratio < most for _, ratio in points)
+    assert limits[SHAPE[family], "float32 state, T = 4"] > limits[SHAPE[family], "float32 state, T = 1"]
 
 
 @pytest.fixture
@@ -170,6 +189,28 @@ def test_the_command_prints_and_writes_what_it_measured(
     assert main(small(family)) == 0
     text = capsys.readouterr().out
     assert "time/limit" in text and f"replay {OP[family]}" in text
+
+
+@pytest.mark.usefixtures("stand_in", "libraries")
+@every_family
+def test_phases_are_measured_where_asked_for_and_are_nobodys_peers(
+    family: Family, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for flags in ([], ["--phases"]):
+        assert main([*small(family), *flags, "--json"]) == 0
+        found.append(KernelReport.model_validate_json(capsys.readouterr().out))
+    without, report = found
+    phases = [m for m in report.measurements if m.kind == "one phase"]
+    names = {f"replay {OP[family]}, {phase}" for phase in ("no row flushes", "all rows flush")}
+    assert len(phases) == 2 * 2 * 2 and {m.implementation for m in phases} == names
+    assert all(m.history == 16 and m.flush_fraction == float("all" in m.implementation) for m in phases)
+    assert len(report.measurements) == len(without.measurements) + len(phases)
+    assert report.comparisons == without.comparisons
+    assert plot.curves(report.measurements) == plot.curves(without.measurements)
+    assert "--phases" in report.command and "--phases" not in without.command
+    text = " ".join(rendered(report_tables(report)).split())
+    assert all(name in text for name in names)
 
 
 @pytest.mark.usefixtures("stand_in")

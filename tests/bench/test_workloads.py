@@ -10,6 +10,7 @@ from trtllm_replayssm import ops
 from trtllm_replayssm.bench import kernels
 from trtllm_replayssm.bench.cases import KernelCase, make_cases, make_prefill_cases
 from trtllm_replayssm.bench.gate import OUTPUT_BOUND, ROUNDED_BOUND, relative_error, require
+from trtllm_replayssm.bench.phases import StepOfFlushes, StepWithoutFlush
 from trtllm_replayssm.bench.prefill import ReplayPrefill
 from trtllm_replayssm.bench.recurrences import recurrence_of
 from trtllm_replayssm.bench.shapes import Family
@@ -45,6 +46,22 @@ def make_case(
 def test_the_gate_passes_what_is_right(family: Family, state_dtype: str, max_draft_len: int, batch_size: int) -> None:
     step = ReplayStep(make_case(family, state_dtype, max_draft_len, batch_size), CPU)
     assert 0 < step.check() <= OUTPUT_BOUND
+
+
+@every_family
+@pytest.mark.parametrize("max_draft_len", [0, 3, 7])
+def test_a_phase_has_flushes_everywhere_or_nowhere_and_the_bytes_of_it(family: Family, max_draft_len: int) -> None:
+    case = make_case(family, max_draft_len=max_draft_len)
+    plain, flushing = (make(case, CPU) for make in (StepWithoutFlush, StepOfFlushes))
+    assert (plain.flush_fraction, flushing.flush_fraction) == (0.0, 1.0)
+    assert plain.traffic.state_written == 0.0 and flushing.traffic.state_written == plain.traffic.state_read
+    # Evenly 0 .. W - T, and W - T + 1 .. W.
+    counts = (range(8 - max_draft_len), range(8 - max_draft_len, 9))
+    for step, pending in zip((plain, flushing), counts, strict=True):
+        assert step.mean_pending is not None
+        assert step.mean_pending == pytest.approx(sum(pending) / len(pending), abs=0.5)
+        assert 0 < step.check() <= OUTPUT_BOUND
+    assert plain.implementation.endswith(", no row flushes") and flushing.implementation.endswith(", all rows flush")
 
 
 @every_family

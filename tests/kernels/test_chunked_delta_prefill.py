@@ -17,6 +17,7 @@ from tests.ops.test_gated_delta_net import (
     HOSTILE,
     ILL_CONDITIONED,
     Spoil,
+    rounded,
     sequential,
     tokens_of,
     values_of_all_sizes_on_nearly_parallel_keys,
@@ -111,12 +112,6 @@ def test_long_prompts_in_chunks_and_what_is_decoded_after_them(case: GatedDeltaN
         for _ in range(case.history // T + 2):
             driver.run([Row(0, T, T), Row(2, T, 1), Row(1, 1, 1)], T)
     driver.assert_within_bounds()
-
-
-def rounded(window: Window, case: GatedDeltaNetCase) -> Window:
-    """To the types that the op takes: hostile inputs are made in fp32 as well."""
-    vectors = (part.to(case.activation_dtype) for part in window[:3])
-    return Window(*vectors, *(part.to(case.gate_dtype) for part in window[3:]))
 
 
 @pytest.mark.parametrize("spoil", HOSTILE, ids=lambda spoil: spoil.__name__)

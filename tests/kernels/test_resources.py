@@ -63,9 +63,7 @@ def problems(kernels: Iterable[Kernel], *, stack_bytes: int = 0) -> list[str]:
         used = resources(build.compile_kernel(*kernel))
         name = kernel.specialization.kernel(kernel.role, kernel.architecture)
         block = kernel.specialization.launch_shape(name).block_x
-        # The chunked prefill: at most one address that is used after its loop.
-        allowed = max(stack_bytes, 8) if name.endswith("chunked_prefill") else stack_bytes
-        if used.stack_bytes > allowed or used.registers * block > 65536:
+        if used.stack_bytes > stack_bytes or used.registers * block > 65536:
             found.append(f"{kernel.role} for {kernel.architecture}: {used}, {block} threads; {kernel.specialization}")
     return found
 
@@ -85,7 +83,16 @@ def test_main_shapes_do_not_spill(n_heads: int, head_dim: int, architecture: str
         for role in shape.roles(architecture)
         if role != "prefill" or shape.window == 1
     ]
-    assert not (found := problems(kernels)), "\n".join(found)
+    exceptions = [kernel for kernel in kernels if is_exception(kernel)]
+    assert not (found := problems(kernel for kernel in kernels if kernel not in exceptions)), "\n".join(found)
+    assert not (found := problems(exceptions, stack_bytes=8)), "\n".join(found)
+
+
+def is_exception(kernel: Kernel) -> bool:
+    """Say whether it is the one of the main shapes' kernels that keeps an address on the stack while its loop runs."""
+    shape = kernel.specialization
+    assert isinstance(shape, Mamba2Specialization)
+    return (shape.n_heads, shape.state_dtype, kernel.role, kernel.architecture) == (64, "float16", "prefill", "sm_90a")
 
 
 PAIRS = pairwise(SIZES_AND_TYPES)
@@ -101,14 +108,15 @@ def test_every_pair_of_sizes_and_types_is_compiled() -> None:
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case.values())))
 def test_no_pair_of_sizes_and_types_spills(case: Case) -> None:
     # Of the widest rows one value does not fit: with more registers there would be half the thread blocks on an SM.
-    stack_bytes = 8 if case["d_state"] == 256 else 0
+    # The chunked prefill: at most one address that is used after its loop.
+    stack_bytes = 8 if case["d_state"] == 256 or case["role"] == "prefill" else 0
     assert not (found := problems([kernel_of(**case)], stack_bytes=stack_bytes)), "\n".join(found)
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_no_pair_of_sizes_of_the_pipelined_step_spills(state_dtype: str) -> None:
-    names = ("heads", "n_groups", "window")
-    axes = {name: SIZES_AND_TYPES[name] for name in names} | {"history": (8, 16, 32), "architecture": PIPELINED}
+    axes = {name: SIZES_AND_TYPES[name] for name in ("heads", "n_groups")}
+    axes |= {"window": range(1, 9), "history": (8, 16, 32), "architecture": PIPELINED}
     kernels = [kernel_of(role="pipelined_step", state_dtype=state_dtype, **case) for case in pairwise(axes)]
     assert not (found := problems(kernels)), "\n".join(found)
 
@@ -117,7 +125,7 @@ def test_no_pair_of_sizes_of_the_pipelined_step_spills(state_dtype: str) -> None
 def test_no_step_that_convolves_spills(state_dtype: str) -> None:
     axes: dict[str, Sequence[Any]] = {
         "heads": MAIN_SHAPES,
-        "window": WINDOWS,
+        "window": range(1, 9),
         "history": (16, 8, 32),
         "architecture": PIPELINED,
     }
@@ -131,16 +139,17 @@ def test_no_step_that_convolves_spills(state_dtype: str) -> None:
     assert not (found := problems(kernels)), "\n".join(found)
 
 
-def test_a_spill_is_seen() -> None:
-    """Of 40 values that live across a barrier, a thread with 32 registers keeps some on the stack."""
+@pytest.mark.parametrize("architecture", GENERATIONS)
+def test_a_spill_is_seen(architecture: str) -> None:
+    """Of 80 values that live across a barrier, a thread with 64 registers keeps some on the stack."""
     core = build.cuda_module("core")
-    source = """extern "C" __global__ void __launch_bounds__(1024, 2) hold(float* data) {
-        float values[40];
-        for (int i = 0; i < 40; ++i) values[i] = data[i * 1024 + threadIdx.x];
+    source = """extern "C" __global__ void __launch_bounds__(1024) hold(float* data) {
+        float values[80];
+        for (int i = 0; i < 80; ++i) values[i] = data[i * 1024 + threadIdx.x];
         __syncthreads();
-        for (int i = 0; i < 40; ++i) data[(39 - i) * 1024 + threadIdx.x] = values[i] * values[(i + 7) % 40];
+        for (int i = 0; i < 80; ++i) data[(79 - i) * 1024 + threadIdx.x] = values[i] * values[(i + 7) % 80];
     }"""
     source = source.replace("for (", '_Pragma("unroll") for (')
-    options = core.ProgramOptions(name="hold", arch="sm_90a", std="c++17")
+    options = core.ProgramOptions(name="hold", arch=architecture, std="c++17")
     found = resources(bytes(core.Program(source, "c++", options).compile("cubin").code))
-    assert found.registers <= 32 and found.stack_bytes > 0
+    assert found.registers <= 64 and found.stack_bytes > 0

@@ -7,7 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cases import ALL_CASES, ALL_FP32_CASES, DEVICE_CASES, GATED_DELTA_NET_CASES, T4_CASES, ReplayCase, on_devices
+from tests.cases import (
+    ALL_CASES,
+    ALL_FP32_CASES,
+    DEVICE_CASES,
+    GATED_DELTA_NET_CASES,
+    GATED_DELTA_NET_SHAPE_CASES,
+    SHAPE_CASES,
+    T4_CASES,
+    ReplayCase,
+    on_devices,
+)
 from tests.ops.driver import Row, bits, drive, relative_error
 from tests.ops.drivers import conventional, replayed
 from tests.ops.strategies import all_types, bounded, cases, seeds
@@ -42,6 +52,15 @@ def test_shapes_of_real_models_follow_the_recurrence(case: ReplayCase, device: s
     driver = replayed(case, device, num_slots=3, seed=5)
     for accept in ("random", "all", "none"):
         drive(driver, 25, accept=accept)
+    assert driver.flushes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*SHAPE_CASES, *GATED_DELTA_NET_SHAPE_CASES], ids=lambda case: case.name)
+def test_every_pair_of_shapes_and_types_follows_the_recurrence(case: ReplayCase) -> None:
+    driver = replayed(case, "cuda", num_slots=3, seed=5)
+    for accept in ("all", "random"):
+        drive(driver, 20, accept=accept)
     assert driver.flushes > 0
 
 

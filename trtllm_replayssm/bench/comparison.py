@@ -9,7 +9,7 @@ def compare(measurements: Iterable[Measurement]) -> tuple[Comparison, ...]:
     """Hold each measurement of ours to those of the peers for the same case; cases without a peer are left out."""
     by_case: dict[tuple[object, ...], list[Measurement]] = {}
     for m in measurements:
-        if m.kind == "with convolution":
+        if m.kind in ("with convolution", "one phase"):
             continue
         key = (m.shape, m.state_dtype, m.kind == "prefill", m.window, m.batch_size)
         by_case.setdefault(key, []).append(m)

@@ -1,7 +1,6 @@
 """The run: every case is compared with the CPU, then timed, then held to its bytes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import KernelCase
 from trtllm_replayssm.bench.peers.registry import Peer, peers_of
+from trtllm_replayssm.bench.phases import StepOfFlushes, StepWithoutFlush
 from trtllm_replayssm.bench.prefill import ReplayPrefill
 from trtllm_replayssm.bench.report import Measurement, PeerFailure
 from trtllm_replayssm.bench.timing import Timing, time_graph
@@ -39,10 +39,17 @@ class Job(NamedTuple):
     peer: Peer | None = None
 
 
-def plan(steps: Sequence[KernelCase], prefills: Sequence[KernelCase] = (), *, with_peers: bool = True) -> list[Job]:
+def plan(
+    steps: Sequence[KernelCase],
+    prefills: Sequence[KernelCase] = (),
+    *,
+    with_peers: bool = True,
+    with_phases: bool = False,
+) -> list[Job]:
     """List what is measured: every case, its peers that can be imported right after it, and each convolution once.
 
-    The steps of Mamba-2 are measured with their convolution, too.
+    The steps of Mamba-2 are measured with their convolution, too; with phases all steps where no row flushes and where
+    all do.
     """
     jobs: list[Job] = []
     for case in (*steps, *prefills):
@@ -51,7 +58,9 @@ def plan(steps: Sequence[KernelCase], prefills: Sequence[KernelCase] = (), *, wi
     convolutions = {(case.geometry, case.replay.max_draft_len, case.batch_size): case for case in steps}
     jobs += [Job(case, CausalConv1dStep) for case in convolutions.values()]
     with_convolution = [case for case in steps if isinstance(case.geometry, Mamba2Geometry)]
-    return jobs + [Job(case, make) for case in with_convolution for make in (StepWithConvolution, StepAfterConvolution)]
+    jobs += [Job(case, make) for case in with_convolution for make in (StepWithConvolution, StepAfterConvolution)]
+    in_phases = steps if with_phases else ()
+    return jobs + [Job(case, make) for case in in_phases for make in (StepWithoutFlush, StepOfFlushes)]
 
 
 def measure(
@@ -66,7 +75,7 @@ def measure(
         choices: the launch settings of peers.
 
     Yields:
-        One measurement per job, or why a peer has none.
+        One measurement per job, or why a peer has none; after a peer that the device does not survive, nothing more.
 
     Raises:
         NumericsError: outputs of ours differ from the CPU's; that case is not timed, nor are those after it.
@@ -81,6 +90,10 @@ def measure(
                 assert job.make is not None, "a job is ours or a peer's"
                 measured = _measure_ours(job.case, job.make, device, copy_bandwidth)
         yield measured
+        if isinstance(measured, PeerFailure) and not _is_usable(device):
+            reason = f"not measured: no kernel runs on {device} since {measured.implementation} failed"
+            yield PeerFailure(implementation="everything after it", case=measured.case, reason=reason)
+            return
 
 
 def _measure_ours(
@@ -107,15 +120,18 @@ def _measure_peer(
         output_error = workload.check()
         return summarize(case, workload, _time(workload), output_error, copy_bandwidth, setting_name(workload.setting))
     except Exception as error:  # noqa: BLE001 - another library's code may raise anything
-        _clear_pending_error(device)
+        _is_usable(device)  # has CUDA forget a launch that it saw fail: the next one of anybody would be blamed for it
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return PeerFailure(implementation=peer.implementation, case=str(case), reason=reason)
 
 
-def _clear_pending_error(device: torch.device) -> None:
-    """Have CUDA forget a launch that a library's code saw fail: the next launch of anybody would be blamed for it."""
-    with suppress(RuntimeError):
-        torch.zeros(1, device=device)
+def _is_usable(device: torch.device) -> bool:
+    """Say whether a kernel runs on a device; after an access to foreign memory none does until the process ends."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _time(workload: Workload) -> Timing:
@@ -148,7 +164,7 @@ def summarize(
 ) -> Measurement:
     """Hold a time to the bytes that had to move and to the bandwidth of a copy."""
     m, replay, num_bytes = case.geometry, case.replay, workload.traffic
-    is_step = workload.kind in ("replay", "conventional", "with convolution")
+    is_step = workload.kind in ("replay", "conventional", "with convolution", "one phase")
     has_conventional = workload.kind in ("replay", "conventional")
     conventional = traffic.conventional_bytes(m, replay, cases.ACTIVATION_DTYPE, batch_size=case.batch_size)
     limit = num_bytes.total / copy_bandwidth

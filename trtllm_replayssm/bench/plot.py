@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtllm_replayssm.bench.report import OURS, KernelReport, Measurement
+from trtllm_replayssm.bench.report import OURS, REPLAY, KernelReport, Measurement
 from trtllm_replayssm.errors import BackendError
 
 JSON_FILE = "kernels.json"
@@ -44,7 +44,7 @@ def plot(report: KernelReport, path: Path) -> None:
     """
     require_matplotlib()
     figures: Any = importlib.import_module("matplotlib.figure")
-    lines = curves(report.measurements)
+    lines, conventional = curves(report.measurements), conventional_limits(report.measurements)
     shapes = list(dict.fromkeys(shape for shape, _ in lines))
     works = list(dict.fromkeys(work for _, work in lines))
     implementations = list(dict.fromkeys(name for of_panel in lines.values() for name in of_panel))
@@ -54,6 +54,7 @@ def plot(report: KernelReport, path: Path) -> None:
     for row, work in zip(panels, works, strict=True):
         for panel, shape in zip(row, shapes, strict=True):
             _draw(panel, f"{shape}, {work}", lines.get((shape, work), {}), colors)
+            _draw_conventional(panel, conventional.get((shape, work), []))
         row[0].set_ylabel("time / (our bytes / copy bandwidth)")
     for panel in panels[-1]:
         panel.set_xlabel("batch size")
@@ -76,6 +77,15 @@ def curves(measurements: Sequence[Measurement]) -> dict[tuple[str, str], dict[st
     return found
 
 
+def conventional_limits(measurements: Sequence[Measurement]) -> dict[tuple[str, str], Points]:
+    """Return, over our limit, that of a step that writes a state per token: what no conventional kernel goes below."""
+    found: dict[tuple[str, str], Points] = {}
+    for m in measurements:
+        if m.implementation in REPLAY.values() and m.conventional_limit_us is not None:
+            found.setdefault((m.shape, _work(m)), []).append((m.batch_size, m.conventional_limit_us / m.limit_us))
+    return found
+
+
 def _case(m: Measurement) -> tuple[str, str, int]:
     return m.shape, _work(m), m.batch_size
 
@@ -85,6 +95,7 @@ def _work(m: Measurement) -> str:
         return f"convolution, T = {m.window}"
     window = f"prefill of {m.window}" if m.kind == "prefill" else f"T = {m.window}"
     window += ", with convolution" if m.kind == "with convolution" else ""
+    window += ", one phase" if m.kind == "one phase" else ""
     return f"{m.state_dtype} state, {window}"
 
 
@@ -105,3 +116,10 @@ def _draw(panel: Any, title: str, of_panel: dict[str, Points], colors: dict[str,
     panel.set_xticks(batches, [str(batch) for batch in batches])
     panel.grid(alpha=0.3)
     panel.legend(fontsize="x-small")
+
+
+def _draw_conventional(panel: Any, points: Points) -> None:
+    if points:
+        label = "conventional: its bytes at copy bandwidth"
+        panel.plot(*zip(*sorted(points), strict=True), label=label, color="gray", linestyle=":", linewidth=1.5)
+        panel.legend(fontsize="x-small")

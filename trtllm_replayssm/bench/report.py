@@ -12,7 +12,7 @@ OURS: Final = (*REPLAY.values(), *PREFILL.values())
 """Our implementations that have peers."""
 
 
-Kind = Literal["replay", "conventional", "prefill", "convolution", "with convolution"]
+Kind = Literal["replay", "conventional", "prefill", "convolution", "with convolution", "one phase"]
 
 
 class Measurement(Frozen):
@@ -21,7 +21,7 @@ class Measurement(Frozen):
     Attributes:
         implementation: what was launched.
         kind: of the work: a replayed step, a step that writes a state per token, a prefill, the convolution, a
-            replayed step and the convolution before it.
+            replayed step and the convolution before it, replayed steps in which no row flushes or all do.
         launch_settings: those of a peer, the fastest of what was tried; None where nothing is to choose.
         shape: name of the shape.
         geometry: the shape.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trtllm_replayssm import ops
 from trtllm_replayssm.bench import cases
-from trtllm_replayssm.bench.cases import KernelCase
+from trtllm_replayssm.bench.cases import Cursors, KernelCase
 from trtllm_replayssm.bench.gate import (
     OUTPUT_BOUND,
     STATE_BOUNDS,
@@ -27,6 +27,7 @@ from trtllm_replayssm.bench.gate import (
 from trtllm_replayssm.bench.recurrences import ACTIVATION, Packed, normal, recurrence_of
 from trtllm_replayssm.bench.report import REPLAY, Kind
 from trtllm_replayssm.contract import traffic
+from trtllm_replayssm.contract.geometry import ReplayGeometry
 from trtllm_replayssm.contract.memory import layer_checkpoint_bytes
 from trtllm_replayssm.plugins import launch
 
@@ -78,7 +79,7 @@ class ReplayStep:
         self.num_steps = cases.num_steps(replay)
         cases.check_launches(case, self.num_sets * self.num_steps)
         slots = self.num_sets * batch
-        cursors = cases.draw_cursors(replay, slots, self.num_steps)
+        cursors = self._draw_cursors(replay, slots)
         self._flushes = cursors.flushes(replay)
         self.flush_fraction: float | None = float(self._flushes.mean())
         self.mean_pending: float | None = cursors.mean_pending()
@@ -112,6 +113,9 @@ class ReplayStep:
             }
             for index in range(self.num_sets)
         ]
+
+    def _draw_cursors(self, replay: ReplayGeometry, num_slots: int) -> Cursors:
+        return cases.draw_cursors(replay, num_slots, cases.num_steps(replay))
 
     @property
     def _op(self) -> Callable[..., Tensor]:

@@ -68,6 +68,10 @@ def kernels(
         list[int] | None,
         typer.Option("--prefill_batch_sizes", metavar="<list>", help="Prompts of a prefill. By default 1 8."),
     ] = None,
+    phases: Annotated[
+        bool,
+        typer.Option("--phases/--no-phases", help="Measure steps in which no row flushes and in which all do, too."),
+    ] = False,
     peers: Annotated[
         bool,
         typer.Option("--peers/--no-peers", help="Measure other libraries' kernels, too, where they can be imported."),
@@ -114,11 +118,14 @@ def kernels(
         **{"max_draft_len": drafts, "history": [history]},
         **{"prefill_tokens": [prefill_tokens], "prefill_batch_sizes": prompts, "device": [device]},
     }
+    flags = [*(["--phases"] if phases else []), *([] if peers else ["--no-peers"])]
     words = [str(word) for name, values in options.items() for word in (f"--{name}", *values)]
-    command = shlex.join(["trtllm-replayssm", "bench", "kernels", *words, *([] if peers else ["--no-peers"])])
+    command = shlex.join(["trtllm-replayssm", "bench", "kernels", *words, *flags])
     choices = Choices(machine.describe(cuda_device).card, peer_settings)
     versions = libraries(family) if peers else {}
-    found = _measured(plan(chosen, prefills, with_peers=peers), cuda_device, command, choices, versions)
+    found = _measured(
+        plan(chosen, prefills, with_peers=peers, with_phases=phases), cuda_device, command, choices, versions
+    )
     if output_dir is not None:
         with staged_folder(output_dir) as folder:
             plot.write(found, folder)

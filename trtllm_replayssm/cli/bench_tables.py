@@ -77,6 +77,7 @@ _SHORT: dict[Kind, str] = {"conventional": "conv.", "replay": "replay", "prefill
 
 def _measured_table(implementation: str, measurements: list[Measurement]) -> Table:
     has_flushes = any(m.flush_fraction is not None for m in measurements)
+    has_conventional = any(m.conventional_limit_us is not None for m in measurements)
     numbers = (
         "T",
         "B",
@@ -85,17 +86,24 @@ def _measured_table(implementation: str, measurements: list[Measurement]) -> Tab
         "GB/s",
         "% of copy",
         "time/limit",
+        *(("conv./us",) if has_conventional else ()),
         *(("flush", "pend.") if has_flushes else ()),
     )
     table = new_table(implementation, "shape", "state", *numbers, numbers=numbers)
+    captions = []
+    if has_conventional:
+        table.padding = (0, 1, 0, 0)  # into 100 columns
+        captions.append("  conv./us: the limit of a step that writes a state per token, over this time\n")
     if has_flushes:
-        table.caption = "  flush: rows that write their state; pend.: mean pending rows\n"
-        table.caption_justify = "left"
+        captions.append("  flush: rows that write their state; pend.: mean pending rows\n")
+    if captions:
+        table.caption, table.caption_justify = "".join(captions), "left"
     for m in measurements:
         table.add_row(
             *(m.shape, m.state_dtype or "-", str(m.window), str(m.batch_size)),
             *(f"{m.us:.1f}", f"{m.spread:.1%}", f"{m.gigabytes_per_s:,.0f}", f"{m.share_of_copy:.0%}"),
             f"{m.time_over_limit:.2f}",
+            *((f"{(m.conventional_limit_us or 0.0) / m.us:.2f}",) if has_conventional else ()),
             *((f"{m.flush_fraction:.3f}", f"{m.mean_pending:.1f}") if has_flushes else ()),
         )
     return table
