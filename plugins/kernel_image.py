@@ -56,6 +56,9 @@ class KernelEntry:
 
 def pack(constants: str, entries: Sequence[KernelEntry]) -> bytes:
     """Serialise entries that were compiled for the same constants; equal cubins are stored once."""
+    texts = [(constants, 256), *((entry.role, 32) for entry in entries), *((entry.symbol, 64) for entry in entries)]
+    for text, most in texts:
+        assert len(text.encode()) <= most, f"kernel image: found {text!r}; needed at most {most} bytes, or it is cut"
     offset = _HEADER.size + _ENTRY.size * len(entries)
     offsets: dict[bytes, int] = {}
     for entry in entries:

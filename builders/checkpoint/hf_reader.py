@@ -70,7 +70,7 @@ class Reader:
         """Return a value under any of its spellings; None when absent. Differing spellings are a problem."""
         found = {key: self.config[key] for key in self.keys.spellings[name] if self.config.get(key) is not None}
         values = list(found.values())
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values[1:]):
             both = ", ".join(f"{key}={value!r}" for key, value in found.items())
             self.problems.append(f"found {both}; needed one value, these are spellings of the same setting")
         return values[0] if values else None

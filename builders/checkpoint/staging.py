@@ -1,5 +1,6 @@
 """An output folder that appears whole or not at all."""
 
+import errno
 import fcntl
 import os
 import re
@@ -14,6 +15,9 @@ from trtllm_replayssm.errors import ConfigError
 
 # What a folder is told by: moved into place after everything else, in this order.
 _MARKERS = (CONFIG_FILE, MANIFEST_FILE)
+
+# The disk, what a user may have of it, and what a file may be.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_output(folder: Path) -> None:
@@ -66,7 +70,8 @@ def staged_folder(folder: Path) -> Iterator[Path]:
             handle = _make_and_hold(staging)
         except OSError as error:
             raise _unwritable(folder, error) from error
-        yield staging
+        with _full_disk_named(folder, staging):
+            yield staging
         check_output(folder)  # another process may have been faster
         _put_in_place(folder, staging, target, is_inside=is_inside)
     except BaseException:
@@ -76,6 +81,18 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+@contextmanager
+def _full_disk_named(folder: Path, staging: Path) -> Iterator[None]:
+    """Say of a disk that is full which folder lies on it: the system names no file, or the one that is copied."""
+    try:
+        yield
+    except OSError as error:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        if error.errno in _FULL and (not names or any(name.startswith(f"{staging}{os.sep}") for name in names)):
+            raise _unwritable(folder, error) from error
+        raise
 
 
 def _put_in_place(folder: Path, staging: Path, target: Path, *, is_inside: bool) -> None:

@@ -183,6 +183,7 @@ def test_a_real_drafter_is_measured_as_it_is(capsys: pytest.CaptureFixture[str])
         (["--arrival_rate", "inf"], "arrival_rate: found inf"),
         (["--context", "-1"], "context: found -1; needed 0 or more"),
         (["--seed", "-1"], "seed: found -1; needed 0 or more"),
+        (["--seed", str(2**63)], f"seed: found {2**63}; needed at most {2**63 - 1}"),
         (["--prompt_len", "9-3"], "prompt_len: found '9-3'"),
         (["--history", "2"], "history: found 2 with max_draft_len=3"),
         (["--num_layers", "99"], "num_layers: found 99"),

@@ -1,6 +1,7 @@
 """config.json -> geometry: both spellings, the published values, and one error for everything that is wrong."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,10 @@ def test_the_convolution_bias_is_stored_unless_the_config_says_otherwise() -> No
             "found no recurrent and no attention layer; needed one at least",
         ),
         ({"tie_word_embeddings": "no"}, r"tie_word_embeddings: found 'no'; needed true or false"),
+        (
+            {"rms_norm_eps": math.nan, "layer_norm_epsilon": ...},
+            r"^config.json: rms_norm_eps: found nan; needed a number between",
+        ),
         ({"rms_norm_eps": 0, "layer_norm_epsilon": ...}, r"rms_norm_eps: found 0; needed a number between"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -1,7 +1,9 @@
 """Where an output is staged, what puts it in place, and what is swept."""
 
+import errno
 import fcntl
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -132,3 +134,36 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(
     monkeypatch.setattr(fcntl, "flock", sweep_first)
     fill(tmp_path / "output")
     assert swept and sorted(path.name for path in (tmp_path / "output").iterdir()) == sorted(FILES)
+
+
+def fill_up(staging: Path, source: Path) -> None:
+    """Write more than the process may, which fails as a full disk does."""
+    shutil.copyfile(source, staging / "copy")
+
+
+def write_much(staging: Path, source: Path) -> None:
+    """As ``fill_up``, by an error that names no file."""
+    with (staging / "written").open("wb") as file:
+        file.write(source.read_bytes())
+
+
+@pytest.mark.parametrize("write", [fill_up, write_much])
+def test_a_full_disk_is_told_of_the_output_and_not_of_what_is_copied(
+    tmp_path: Path, write: Callable[[Path, Path], None]
+) -> None:
+    source, output = tmp_path / "source", tmp_path / "output"
+    source.write_bytes(bytes(8192))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(ConfigError, match=rf"^{output}: cannot be written"), staged_folder(output) as staging:
+            write(staging, source)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_full_disk_elsewhere_is_not_told_of_the_output(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "cache"))
+    with pytest.raises(OSError, match="cache"), staged_folder(tmp_path / "output"):
+        raise error

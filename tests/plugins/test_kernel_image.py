@@ -66,6 +66,15 @@ def test_two_kernels_for_one_role_and_architecture_are_refused(harness: Harness)
         read(harness, kernel_image.pack("constants", [entry, entry]))
 
 
+@pytest.mark.parametrize(
+    ("constants", "role", "symbol"), [("c" * 257, "r", "s"), ("c", "r" * 33, "s"), ("c", "r", "s" * 65)]
+)
+def test_a_text_that_would_be_cut_is_not_written(constants: str, role: str, symbol: str) -> None:
+    """Two kernels' constants could then be the same by what is left of them."""
+    with pytest.raises(AssertionError, match="or it is cut"):
+        kernel_image.pack(constants, [kernel_image.KernelEntry(role, symbol, 80, False, 1, 32, 0, b"x")])
+
+
 def test_every_truncation_is_refused(harness: Harness) -> None:
     image = sound_image()
     for length in range(len(image)):

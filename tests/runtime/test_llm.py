@@ -205,6 +205,16 @@ def test_auto_takes_a_history_that_suits_the_model(folder: Path) -> None:
     assert repr(opened).endswith(", history=8)")
 
 
+def test_a_folder_without_weights_that_is_no_engine_is_told_what_it_lacks(folder: Path, tmp_path: Path) -> None:
+    """The option checkpoint_dir is for engines alone."""
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"found no weights; needed model.safetensors"):
+        LLM(tmp_path, device="cpu")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match="Convert to safetensors"):
+        LLM(tmp_path, device="cpu")
+
+
 def test_an_engine_folder_without_weights_takes_them_from_a_checkpoint(
     engine: Path, rank_checkpoint: Path, folder: Path, llm: LLM, tmp_path: Path
 ) -> None:

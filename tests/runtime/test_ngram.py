@@ -57,8 +57,8 @@ def test_sequences_do_not_mix_and_an_ended_one_is_forgotten() -> None:
 
 def test_indexing_does_not_slow_down_with_length() -> None:
     index = NGramIndex(3)
-    started = time.perf_counter()
+    started = time.process_time()
     for i in range(50_000):
         index.extend([i % 1000])
         index.continuation(4)
-    assert time.perf_counter() - started < 5.0, "a search over the sequence for every token would take minutes"
+    assert time.process_time() - started < 5.0, "a search over the sequence for every token would take minutes"

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from tests.runtime.gate import Gate
 from tests.tiny_models import make_nemotron_h
 from trtllm_replayssm import LLM, NGramDecodingConfig, RequestOutput, SamplingParams
 from trtllm_replayssm.runtime.handle import RequestHandle
 
 # A stop string whose beginnings are held back again and again: the text grows by fits and starts.
 RULES = SamplingParams(max_tokens=40, n=3, seed=5, ignore_eos=True, logprobs=2, stop=("zz", "never to come"))
+
+Items = list[RequestOutput]
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +38,37 @@ def check_sums(items: Sequence[RequestOutput], whole: RequestOutput) -> None:
         assert (text, token_ids, len(logprobs)) == (final.text, final.token_ids, len(final.logprobs or []))
 
 
-def test_they_add_up_for_every_reader_however_slow(llm: LLM) -> None:
+def test_they_add_up_for_every_reader_however_slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = llm.generate("sum", RULES)
+    gate = Gate(llm, monkeypatch)
 
-    async def read(handle: RequestHandle, pause_s: float) -> list[RequestOutput]:
+    async def read_quickly(handle: RequestHandle, has_begun: asyncio.Event, may_go_on: asyncio.Event) -> Items:
+        items = []
+        gate.let_through(1)
+        async for item in handle:
+            items.append(item)
+            await has_begun.wait()
+            if len(items) == 5:
+                may_go_on.set()
+            gate.let_through(1)  # no step before this reader has seen what the one before it brought
+        return items
+
+    async def read_slowly(handle: RequestHandle, has_begun: asyncio.Event, may_go_on: asyncio.Event) -> Items:
         items = []
         async for item in handle:
             items.append(item)
-            await asyncio.sleep(pause_s)
+            has_begun.set()
+            await may_go_on.wait()
         return items
 
-    async def readers() -> list[list[RequestOutput]]:
+    async def readers() -> list[Items]:
         handle = llm.generate_async("sum", RULES, streaming=True)
-        return list(await asyncio.gather(read(handle, 0.0), read(handle, 0.1)))
+        has_begun, may_go_on = asyncio.Event(), asyncio.Event()
+        ways = (way(handle, has_begun, may_go_on) for way in (read_quickly, read_slowly))
+        return list(await asyncio.wait_for(asyncio.gather(*ways), 60))
 
     quick, slow = asyncio.run(readers())
+    gate.is_open.set()
     in_a_thread = list(llm.generate_async("sum", RULES, streaming=True))
     for items in (quick, slow, in_a_thread):
         check_sums(items, whole)

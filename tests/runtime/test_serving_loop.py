@@ -19,6 +19,7 @@ from tests.runtime.gate import Gate
 from tests.runtime.helpers import ScriptedDrafter
 from trtllm_replayssm import LLM, KvCacheConfig, NGramDecodingConfig, RequestOutput, SamplingParams, SchedulerConfig
 from trtllm_replayssm.errors import ConfigError, ExecutorError, RequestError, ShutdownError
+from trtllm_replayssm.runtime.handle import RequestHandle
 from trtllm_replayssm.runtime.histogram import BOUNDS_S, Histogram
 from trtllm_replayssm.runtime.text_stream import TextStream
 
@@ -216,7 +217,17 @@ def test_a_window_that_reaches_beyond_what_can_be_chosen_changes_nothing(
             assert llm.metrics()["num_accepted_drafts"] >= num_drafted // 2
 
 
-def test_an_interrupted_call_leaves_free_slots_and_no_trace(open_llm: Callable[..., LLM]) -> None:
+def test_an_interrupted_call_leaves_free_slots_and_no_trace(
+    open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort, aborted, are_aborted = RequestHandle.abort, [], threading.Event()
+
+    def noted(handle: RequestHandle) -> None:
+        abort(handle)
+        aborted.append(handle)
+        if len(aborted) == 50:
+            are_aborted.set()
+
     with open_llm(max_batch_size=2, speculative_config=DRAFTS) as llm:
         expected = [tokens(output) for output in llm.generate([[5], [6, 7], [8]], RULES)]
         step, calls, main_thread = llm._executor.step, [], threading.get_ident()
@@ -225,15 +236,16 @@ def test_an_interrupted_call_leaves_free_slots_and_no_trace(open_llm: Callable[.
             calls.append(inputs)
             if len(calls) == 6:
                 signal.pthread_kill(main_thread, signal.SIGINT)  # as Control-C does, while the main thread waits
-                time.sleep(0.1)
+                assert are_aborted.wait(60)
             return step(inputs)
 
+        monkeypatch.setattr(RequestHandle, "abort", noted)
         llm._executor.step = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5, 6]] * 50, RULES)
         llm._executor.step = step  # type: ignore[method-assign]
         assert [tokens(output) for output in llm.generate([[5], [6, 7], [8]], RULES)] == expected
-        assert len(calls) < 20, "the rest ran although nobody wanted it"
+        assert len(calls) == 6, "the rest ran although nobody wanted it"
         assert llm.metrics()["num_cancelled"] > 40
 
 

@@ -14,6 +14,9 @@ from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import StateDtype
 from trtllm_replayssm.errors import ConfigError
 
+# torch counts in 64 bits, and numbers of tensors are added.
+_LARGEST_SEED = 2**63 - 1
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -120,6 +123,8 @@ def e2e(
     for name, value, least in (("num_steps", num_steps, 1), ("context", context, 0), ("seed", seed, 0)):
         if value < least:
             raise ConfigError(f"{name}: found {value}; needed {least} or more.")
+    if seed > _LARGEST_SEED:
+        raise ConfigError(f"seed: found {seed}; needed at most {_LARGEST_SEED}.")
     prompts, outputs = parse_lengths("prompt_len", prompt_len), parse_lengths("output_len", output_len)
     geometry = models.model_named(model, num_layers)
     jobs = measure.plan(

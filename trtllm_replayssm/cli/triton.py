@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from trtllm_replayssm.cli.history_option import parse_history
 from trtllm_replayssm.cli.kv_cache_option import (
     DeviceCacheSize,
     FreeGpuMemoryFraction,
@@ -129,7 +130,7 @@ def command(
         "device_cache_size": device_cache_size,
         "host_cache_size": host_cache_size,
         "free_gpu_memory_fraction": free_gpu_memory_fraction,
-        "history": history,
+        "history": None if history is None else parse_history(history),
         "state_dtype": state_dtype,
         "speculative": speculative,
         "max_draft_len": max_draft_len,

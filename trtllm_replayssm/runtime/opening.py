@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from trtllm_replayssm.builders.checkpoint.model_folder import open_model_folder
+from trtllm_replayssm.builders.checkpoint.model_folder import ModelFolder, folder_kind, open_model_folder
 from trtllm_replayssm.builders.models.registry import create_mtp_head
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import EngineLimits, ReplayGeometry
@@ -51,6 +51,31 @@ def open_executor(
     Raises:
         ReplaySSMError: as ``LLM`` says.
     """
+    manifest = _checked(folder, executor, options, checkpoint_dir)
+    if manifest is None:
+        return _open_model(folder, options, device, beside)
+    return _open_engine(folder, manifest, executor, options, device, checkpoint_dir)
+
+
+def check_options(folder: Path, executor: ExecutorName, options: settings.Options, checkpoint_dir: Path | None) -> None:
+    """Refuse what ``open_executor`` would refuse on any device; nothing is opened.
+
+    Raises:
+        ReplaySSMError: idem.
+    """
+    manifest = _checked(folder, executor, options, checkpoint_dir)
+    if manifest is None:
+        settings.of_model(open_model_folder(folder, options.dtype).geometry, options)
+        if options.returns_hidden_states:
+            _folder_with_head(folder, options.dtype)
+    else:
+        settings.of_engine(manifest, options)
+
+
+def _checked(
+    folder: Path, executor: ExecutorName, options: settings.Options, checkpoint_dir: Path | None
+) -> Manifest | None:
+    """Return the manifest of an engine folder, None of others, once the options may go together with it."""
     if executor not in ("auto", "torch", "tensorrt"):
         raise ConfigError(f"executor: found {executor!r}; needed 'auto', 'torch' or 'tensorrt'.")
     manifest = read_manifest(folder) if is_engine_folder(folder) else None
@@ -59,27 +84,21 @@ def open_executor(
             "executor: found 'tensorrt' for the conventional decode (enabled=False, --conventional), which no engine "
             f"has; needed {TORCH_EXECUTOR}."
         )
-    if manifest is None:
-        return _open_model(folder, executor, options, device, checkpoint_dir, beside)
-    return _open_engine(folder, manifest, executor, options, device, checkpoint_dir)
-
-
-def _open_model(
-    folder: Path,
-    executor: ExecutorName,
-    options: settings.Options,
-    device: str,
-    checkpoint_dir: Path | None,
-    beside: Beside | None,
-) -> tuple[Executor, EngineLimits]:
-    if checkpoint_dir is not None:
+    if manifest is None and checkpoint_dir is not None:
         raise ConfigError(f"checkpoint_dir: found {checkpoint_dir} with {folder}, which is no engine; needed none.")
-    geometry = open_model_folder(folder, options.dtype).geometry
-    if executor == "tensorrt":
+    if manifest is None and executor == "tensorrt":
+        folder_kind(folder)  # what is no model at all is the greater fault
         raise ManifestError(
             f"{folder}: found no engine; executor 'tensorrt' needed an engine folder. Build one with "
             f"`trtllm-replayssm build`, or use {TORCH_EXECUTOR}."
         )
+    return manifest
+
+
+def _open_model(
+    folder: Path, options: settings.Options, device: str, beside: Beside | None
+) -> tuple[Executor, EngineLimits]:
+    geometry = open_model_folder(folder, options.dtype).geometry
     target = _device(device)
     available = None
     if target.type == "cuda":
@@ -129,7 +148,7 @@ def _torch_executor(weights: Path, chosen: settings.Settings, options: settings.
                 f"{weights}: found weights that are not those of the engine's model; needed the same names, types and "
                 f"shapes. Name the checkpoint that the engine was built from with the option checkpoint_dir."
             )
-        if not opened.has_weights:
+        if opened.kind == "engine" and not opened.has_weights:  # of other folders the loading says what is missing
             raise CheckpointError(
                 f"{weights}: found no weights in it; needed those of the model. Name the rank checkpoint they are in "
                 f"with the option checkpoint_dir."
@@ -169,15 +188,20 @@ def open_mtp_head(folder: Path, checkpoint_dir: Path | None, target: Executor) -
         assert isinstance(target, TensorRTExecutor), "open_executor returns one of the two"
         return TensorRTMtpExecutor(folder, target)
     weights = checkpoint_dir or folder
-    opened = open_model_folder(weights, target.geometry.dtype)
+    opened = _folder_with_head(weights, target.geometry.dtype)
+    return TorchMtpExecutor(
+        lambda: create_mtp_head(opened.geometry, target.replay), opened.geometry, target, opened.load_mtp_weights
+    )
+
+
+def _folder_with_head(weights: Path, dtype: str) -> ModelFolder:
+    opened = open_model_folder(weights, dtype)
     if opened.geometry.mtp is None or not opened.has_weights:
         raise CheckpointError(
             f"{weights}: found no multi-token prediction head; needed its weights, mtp.*, in the model's folder. Those "
             f"that convert left out are named in its account. Take other drafts, or none."
         )
-    return TorchMtpExecutor(
-        lambda: create_mtp_head(opened.geometry, target.replay), opened.geometry, target, opened.load_mtp_weights
-    )
+    return opened
 
 
 def planned_bytes(folder: Path, options: settings.Options) -> int:

@@ -225,6 +225,30 @@ def test_a_repository_holds_several_models_each_whole_or_not_at_all(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_seq_len": 1}, "max_seq_len: found 1; needed 2 or more"),
+        (
+            {"max_batch_size": 10**6, "speculative": "ngram", "max_draft_len": 50},
+            "history: found 16 with max_draft_len",
+        ),
+        ({"history": 0}, "history: found 0"),
+        ({"speculative": "mtp"}, "found no multi-token prediction head"),
+        ({"checkpoint_dir": str(MODEL)}, "checkpoint_dir: found .* which is no engine; needed none"),
+        ({"executor": "tensorrt"}, "found no engine; executor 'tensorrt' needed an engine folder"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
+)
+def test_what_no_machine_could_open_is_refused_when_it_is_written(
+    options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    """Triton would say so at its start, or not even then."""
+    with pytest.raises(ReplaySSMError, match=sentence):
+        write_model(tmp_path, "a", ModelSettings(engine_dir=str(MODEL), **options), instances=Instances("cpu"))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "../c", "/c", "a b", "a\n", 'a"b', "é", "$(a)", "-a", "a;b", "a\0"])
 def test_a_name_that_triton_does_not_open_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name: found .*; needed a folder's name"):

@@ -47,8 +47,9 @@ class Arena:
                 self._lock_pages()
         # torch.OutOfMemoryError or CudaError; a plain RuntimeError on the CPU; a TypeError of what has over 63 bits
         except (RuntimeError, TypeError) as error:
+            reason = str(error).partition("\n")[0]  # the rest is where in torch's code
             raise CapacityError(
-                f"memory of {device}: found no room for a prefix cache of {capacity} bytes ({error}); needed that. "
+                f"memory of {device}: found no room for a prefix cache of {capacity} bytes ({reason}); needed that. "
                 f"Lower device_cache_size or host_cache_size of the KvCacheConfig."
             ) from error
         self._free = [Range(0, self.capacity)] if self.capacity else []

@@ -11,6 +11,9 @@ from typing import Literal
 from trtllm_replayssm.builders.checkpoint.staging import check_output, staged_folder
 from trtllm_replayssm.builders.inspection import inspect_folder
 from trtllm_replayssm.errors import ConfigError
+from trtllm_replayssm.runtime.opening import check_options
+from trtllm_replayssm.runtime.settings import Options
+from trtllm_replayssm.runtime.speculative import factory
 from trtllm_replayssm.serving.triton.fields import BATCH_SIZE, INPUTS, OUTPUTS, Field
 from trtllm_replayssm.serving.triton.pbtxt import Comment, Name, Value, render
 from trtllm_replayssm.serving.triton.settings import ModelSettings
@@ -114,7 +117,7 @@ def write_model(
     for path in folders.values():
         inspect_folder(path)  # refuses what is no model, before anything is written
     group = instances.message()
-    settings.llm_options(Path(), "cpu")  # refuses what does not go together
+    _check_options(settings)
     with staged_folder(repository / name) as staging:
         version = staging / VERSION
         version.mkdir()
@@ -194,6 +197,22 @@ def _folders(settings: ModelSettings) -> dict[str, Path]:
     """Return the folders that the settings name, by the option that names each."""
     named = {option: getattr(settings, option) for option in _TARGETS}
     return {option: Path(path) for option, path in named.items() if path is not None}
+
+
+def _check_options(settings: ModelSettings) -> None:
+    """Refuse what the model could not be opened with on any machine; Triton would say so at its start alone."""
+    wishes = settings.llm_options(Path(), "cpu")
+    drafts = wishes.get("speculative_config")
+    options = Options(
+        dtype=settings.dtype,
+        max_batch_size=settings.max_batch_size,
+        max_seq_len=settings.max_seq_len,
+        max_num_tokens=settings.max_num_tokens,
+        replay=wishes["replay"],
+        max_draft_len=factory.max_draft_len(drafts, None),
+        returns_hidden_states=factory.reads_hidden_states(drafts, None),
+    )
+    check_options(wishes["model"], settings.executor, options, wishes["checkpoint_dir"])
 
 
 def _place(source: Path, target: Path, *, by_reference: bool) -> str:
