@@ -1,6 +1,7 @@
 """What a user sets: sampling, replay and speculation. Frozen; an unknown key is an error."""
 
 import warnings
+from difflib import get_close_matches
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -34,9 +35,15 @@ class UserOptions(Frozen):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            is_unknown = any(problem["type"] == "extra_forbidden" for problem in error.errors())
-            known = f" Known are {', '.join(type(self).model_fields)}." if is_unknown else ""
-            raise ConfigError(f"{validation_text(error)}.{known}") from None
+            unknown = [str(problem["loc"][-1]) for problem in error.errors() if problem["type"] == "extra_forbidden"]
+            raise ConfigError(f"{validation_text(error)}.{self._hint(unknown)}") from None
+
+    @classmethod
+    def _hint(cls, unknown: list[str]) -> str:
+        """Name the options that were probably meant, and all that there are."""
+        near = dict.fromkeys(name for key in unknown for name in get_close_matches(key, cls.model_fields, n=1))
+        meant = f" Did you mean {', '.join(near)}?" if near else ""
+        return f"{meant} Known are {', '.join(cls.model_fields)}." if unknown else ""
 
 
 class ReplayConfig(UserOptions):

@@ -172,8 +172,8 @@ def open_mtp_head(folder: Path, checkpoint_dir: Path | None, target: Executor) -
     opened = open_model_folder(weights, target.geometry.dtype)
     if opened.geometry.mtp is None or not opened.has_weights:
         raise CheckpointError(
-            f"{weights}: found no multi-token prediction head; needed its weights, mtp.*, in the model's folder. Those "
-            f"that convert left out are named in its account. Take other drafts, or none."
+            f"{weights}: found no multi-token prediction head; needed its weights, mtp.*, in the model's folder. If "
+            "the Hugging Face folder has them, `convert` prints why it left them out. Take other drafts, or none."
         )
     return TorchMtpExecutor(
         lambda: create_mtp_head(opened.geometry, target.replay), opened.geometry, target, opened.load_mtp_weights
