@@ -1,7 +1,6 @@
 """What a user sets: sampling, replay and speculation. Frozen; an unknown key is an error."""
 
 import warnings
-from difflib import get_close_matches
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -11,7 +10,7 @@ from pydantic.errors import PydanticUserError
 
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import AUTO, Frozen, History, StateDtype
-from trtllm_replayssm.errors import ConfigError, validation_text
+from trtllm_replayssm.errors import ConfigError, unknown_key_hint, validation_text
 
 PositiveInt = Annotated[int, Field(ge=1)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
@@ -35,15 +34,7 @@ class UserOptions(Frozen):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            unknown = [str(problem["loc"][-1]) for problem in error.errors() if problem["type"] == "extra_forbidden"]
-            raise ConfigError(f"{validation_text(error)}.{self._hint(unknown)}") from None
-
-    @classmethod
-    def _hint(cls, unknown: list[str]) -> str:
-        """Name the options that were probably meant, and all that there are."""
-        near = dict.fromkeys(name for key in unknown for name in get_close_matches(key, cls.model_fields, n=1))
-        meant = f" Did you mean {', '.join(near)}?" if near else ""
-        return f"{meant} Known are {', '.join(cls.model_fields)}." if unknown else ""
+            raise ConfigError(f"{validation_text(error)}.{unknown_key_hint(error, type(self).model_fields)}") from None
 
 
 class ReplayConfig(UserOptions):
