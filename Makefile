@@ -33,7 +33,7 @@ $(READY): Makefile pyproject.toml requirements-dev.txt tests/serving/triton/inst
 	@command -v $${CXX:-g++} >/dev/null \
 		|| { echo "error: no C++ compiler; install g++ or set CXX" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(HEADERS)
 	$(BIN)/python -m tests.serving.triton.install_server
 	@touch $@

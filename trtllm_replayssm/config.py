@@ -10,7 +10,7 @@ from pydantic.errors import PydanticUserError
 
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import AUTO, Frozen, History, StateDtype
-from trtllm_replayssm.errors import ConfigError, validation_text
+from trtllm_replayssm.errors import ConfigError, unknown_key_hint, validation_text
 
 PositiveInt = Annotated[int, Field(ge=1)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
@@ -34,9 +34,7 @@ class UserOptions(Frozen):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            is_unknown = any(problem["type"] == "extra_forbidden" for problem in error.errors())
-            known = f" Known are {', '.join(type(self).model_fields)}." if is_unknown else ""
-            raise ConfigError(f"{validation_text(error)}.{known}") from None
+            raise ConfigError(f"{validation_text(error)}.{unknown_key_hint(error, type(self).model_fields)}") from None
 
 
 class ReplayConfig(UserOptions):

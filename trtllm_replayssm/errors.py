@@ -5,7 +5,8 @@ Every message says what was wrong, what was found and what is needed. A user's m
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -142,3 +143,14 @@ def problem_text(
     if problem["type"] == "missing":
         return f"{where}found nothing; needed a value"
     return f"{where}found {shown(problem['input'])}; {_SHOULD.sub('needed', problem['msg'])}"
+
+
+def unknown_key_hint(error: "ValidationError", known: Iterable[str]) -> str:
+    """Return sentences that name the keys that were probably meant, and all that there are; nothing without need."""
+    unknown = [str(problem["loc"][-1]) for problem in error.errors() if problem["type"] == "extra_forbidden"]
+    if not unknown:
+        return ""
+    keys = list(known)
+    near = dict.fromkeys(key for wrong in unknown for key in get_close_matches(wrong, keys, n=1))
+    meant = f" Did you mean {', '.join(near)}?" if near else ""
+    return f"{meant} Known are {', '.join(keys)}."

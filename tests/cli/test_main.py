@@ -48,7 +48,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         (lambda: None, 0, ""),
         (lambda: raise_(ConfigError("history: found 0; needed 1.")), 2, "error: history: found 0; needed 1. [C001]\n"),
         (lambda: ReplayGeometry(state_dtype="int8"), 2, "error: state_dtype: found 'int8'; needed "),  # type: ignore[arg-type]
-        (lambda: SamplingParams(max_token=1), 2, "error: max_token: unknown key. Known are max_tokens, "),  # type: ignore[call-arg]
+        (lambda: SamplingParams(max_token=1), 2, "error: max_token: unknown key. Did you mean max_tokens? "),  # type: ignore[call-arg]
         (lambda: SamplingParams(min_tokens=9, max_tokens=3), 2, "error: min_tokens: found 9; needed at most max"),
         (lambda: open("/nonexistent/file"), 2, "error: /nonexistent/file: No such file or directory\n"),
         (lambda: raise_(KeyboardInterrupt()), 130, "error: interrupted\n"),

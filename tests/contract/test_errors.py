@@ -54,6 +54,11 @@ def test_every_problem_names_its_field_what_was_found_and_what_is_needed(values:
         (SamplingParams, {"bad": ""}, "bad: found an empty string; needed text that is not to be generated. [C001]"),
         (SamplingParams, {"n": 2, "temperature": 0.0}, "n: found 2 with temperature 0; needed 1, for greedy sequences"),
         (SamplingParams, {"m": 2}, "m: unknown key. Known are max_tokens, min_tokens, temperature, "),
+        (
+            SamplingParams,
+            {"max_new_tokens": 2, "min_new_tokens": 1, "m": 2},
+            "unknown key. Did you mean max_tokens, min_tokens? Known are max_tokens, ",
+        ),
         (ReplayConfig, {"enabled": "no"}, "enabled: found 'no'; needed a valid boolean. [C001]"),
         (
             NGramDecodingConfig,
@@ -63,7 +68,7 @@ def test_every_problem_names_its_field_what_was_found_and_what_is_needed(values:
     ],
     ids=[
         *("bound", "type", "field-rule", "model-rule", "two", "repetition", "not-finite", "min-p", "bias", "bad", "n"),
-        *("unknown", "replay", "ngram"),
+        *("unknown", "unknown-near", "replay", "ngram"),
     ],
 )
 def test_a_users_options_are_refused_with_our_error(

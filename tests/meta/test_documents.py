@@ -100,11 +100,15 @@ def variables_used(path: Path) -> set[str]:
     return names
 
 
-def test_the_sample_of_the_readme_runs_from_the_repository() -> None:
-    sample = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert sample is not None
+@pytest.mark.parametrize(
+    ("document", "number", "printed"), [("README.md", 3, "num_generated_tokens"), ("docs/from_tensorrt_llm.md", 1, "")]
+)
+def test_python_samples_run_from_the_repository_one_after_the_other(document: str, number: int, printed: str) -> None:
+    samples = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    samples = [sample for sample in samples if "from openai import" not in sample]  # needs a server
+    assert len(samples) == number
     done = subprocess.run(
-        [sys.executable, "-c", sample[1]], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", "\n".join(samples)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "num_generated_tokens" in done.stdout
+    assert printed in done.stdout

@@ -134,6 +134,7 @@ def command(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Taken before the model is read: an address that cannot be had is known at once.
     with server.listen(host, port) as listener:
+        logging.getLogger(__name__).info("%s: reading the model", folder)
         llm = LLM(
             folder,
             executor=executor,

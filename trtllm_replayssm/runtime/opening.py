@@ -198,8 +198,8 @@ def _folder_with_head(weights: Path, dtype: str) -> ModelFolder:
     opened = open_model_folder(weights, dtype)
     if opened.geometry.mtp is None or not opened.has_weights:
         raise CheckpointError(
-            f"{weights}: found no multi-token prediction head; needed its weights, mtp.*, in the model's folder. Those "
-            f"that convert left out are named in its account. Take other drafts, or none."
+            f"{weights}: found no multi-token prediction head; needed its weights, mtp.*, in the model's folder. If "
+            "the Hugging Face folder has them, `convert` prints why it left them out. Take other drafts, or none."
         )
     return opened
 

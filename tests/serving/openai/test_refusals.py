@@ -353,6 +353,13 @@ def test_options_that_cannot_be_are_one_line(
     assert sentence in capsys.readouterr().err
 
 
+def test_a_port_that_another_has_is_known_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["serve", str(MODEL), "--port", str(other.getsockname()[1])]) == 2
+    assert "Address already in use" in (error := capsys.readouterr().err)
+    assert "Name others with --host and --port; --port 0 takes a free one." in error
+
+
 def test_a_missing_package_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,10 @@ from tests.serving.triton.install_server import FOLDER, site_packages
 
 TIMEOUT_S = 120.0
 HOST = "127.0.0.1"
+
+
+class NotStartedError(RuntimeError):
+    """The server has no models to serve, or could not read them; its own words are in the message."""
 
 
 def obstacle() -> str | None:
@@ -154,23 +159,42 @@ def _is_ready(server: Server) -> bool:
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             log = server.log.read_text()
-            assert "already in use" in log, f"the server ended:\n{log[-4000:]}"
+            if "already in use" not in log:
+                raise NotStartedError(f"the server ended:\n{_complaints(log)}")
             return False
         try:
             with urllib.request.urlopen(f"{server.url}/v2/health/ready", timeout=5):
                 return True
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)
-    raise AssertionError(f"the server was not ready within {TIMEOUT_S} s:\n{server.log.read_text()[-4000:]}")
+    raise NotStartedError(f"the server was not ready within {TIMEOUT_S} s:\n{_complaints(server.log.read_text())}")
 
 
-def main(repository: Path) -> None:
+def _complaints(log: str) -> str:
+    """Return the errors in a server's log, which stand among tables of its settings; else the log's end."""
+    errors = [line for line in log.splitlines() if re.match(r"E\d{4} |error: ", line)]
+    return "\n".join(errors)[:4000] or log[-4000:]
+
+
+def main(arguments: Sequence[str]) -> None:
     """Serve a repository until an interrupt."""
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        sys.exit(
+            f"error: found {' '.join(arguments) or 'no arguments'}; needed the folder of a model repository, "
+            "such as `trtllm-replayssm triton` writes"
+        )
     reason = obstacle()
     if reason is not None:
-        sys.exit(reason)
+        sys.exit(f"error: {reason}")
+    try:
+        _serve(Path(arguments[0]).resolve())
+    except NotStartedError as error:
+        sys.exit(f"error: {error}")
+
+
+def _serve(repository: Path) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory() as scratch, running(repository.resolve(), Path(scratch)) as server:
+    with tempfile.TemporaryDirectory() as scratch, running(repository, Path(scratch)) as server:
         sys.stdout.write(
             f"HTTP {server.url}, gRPC {HOST}:{server.grpc}, metrics http://{HOST}:{server.metrics}/metrics\n"
         )
@@ -181,4 +205,4 @@ def main(repository: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1:])

@@ -81,3 +81,16 @@ def children(parent: int) -> Iterator[tuple[int, str]]:
             facts = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
             if int(facts["PPid"]) == parent:
                 yield int(facts["Pid"]), facts["Name"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["no/such/folder"], [str(Path(__file__))], ["a", "b"]])
+def test_the_command_says_what_it_needs(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="needed the folder of a model repository, such as"):
+        triton.main(arguments)
+
+
+def test_the_command_says_why_a_model_does_not_load(has_server: None, tmp_path: Path) -> None:
+    write(tmp_path, "broken")
+    (tmp_path / "broken" / "1" / "model.py").write_text("raise ValueError('the model is broken')\n")
+    with pytest.raises(SystemExit, match=r"(?s)^error: the server ended:.*the model is broken"):
+        triton.main([str(tmp_path)])

@@ -92,7 +92,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"host, port: found {host!r} and {port}; needed an address to listen at ({error})."
+            f"host, port: found {host!r} and {port}; needed an address of this machine and a free port ({error}). Name "
+            f"others with --host and --port; --port 0 takes a free one."
         ) from error
 
 
