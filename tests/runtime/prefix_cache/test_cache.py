@@ -179,3 +179,15 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing_behind() -> None:
     assert not cache.save(tokens(1), 0)
     assert not cache.save(tokens(1, 2, 3), 0)
     assert cache.metrics()["prefix_device_bytes"] == cache.metrics()["num_prefix_snapshots"] == 0
+
+
+def test_a_prompt_that_is_too_long_for_the_budget_costs_no_other_snapshot() -> None:
+    _, state, rows = small_cache(1)
+    cache, _, _ = small_cache((2 * state + 6 * rows) / (state + rows) + 0.001, interval=1)  # no fraction is lost
+    prompt = tokens(*range(1, 31), tail=[1])
+    assert cache.save(tokens(40), 0) and cache.save(prompt[:16], 0)
+    assert 30 * rows + state > 2 * state + 6 * rows and not cache.save(prompt[:120], 0)
+    assert cache.restore(tokens(40, tail=[1]), 1) == 4 and cache.restore(prompt, 1) == 16
+    longest = (state + 6 * rows) // rows  # with one state, its own
+    saved = [number for number in range(1, 31) if cache.save(prompt[: 4 * number], 0)]
+    assert saved == [*range(1, longest + 1)] and cache.restore(prompt, 1) == 4 * longest

@@ -56,7 +56,7 @@ class Arena:
 
     def allocate(self, num_bytes: int) -> Range | None:
         """Take the first free range that is long enough; None where there is none. An empty one takes a unit, too."""
-        needed = max(1, -(-num_bytes // ALIGNMENT)) * ALIGNMENT
+        needed = range_bytes(num_bytes)
         for index, free in enumerate(self._free):
             if free.num_bytes < needed:
                 continue
@@ -96,6 +96,11 @@ class Arena:
         # Not torch's own pinned memory, which rounds up to a power of two: the budget would not hold.
         torch.cuda.check_error(_cudart().cudaHostRegister(self._memory.data_ptr(), self.capacity, 0))
         self._is_locked = True
+
+
+def range_bytes(num_bytes: int) -> int:
+    """Return what so many bytes take of an arena."""
+    return max(1, -(-num_bytes // ALIGNMENT)) * ALIGNMENT
 
 
 def _cudart() -> Any:

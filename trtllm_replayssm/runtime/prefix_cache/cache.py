@@ -8,7 +8,7 @@ whole recurrent state, however short the prefix, so they are not taken at every 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from trtllm_replayssm.runtime.prefix_cache.arena import Arena
+from trtllm_replayssm.runtime.prefix_cache.arena import Arena, range_bytes
 from trtllm_replayssm.runtime.prefix_cache.slot_states import SlotStates
 from trtllm_replayssm.runtime.prefix_cache.store import Chunk, Store
 from trtllm_replayssm.runtime.prefix_cache.tree import Node, PrefixTree
@@ -92,6 +92,8 @@ class PrefixCache:
 
     def save(self, token_ids: Sequence[int], slot: int) -> bool:
         """Take a snapshot of a slot whose checkpoint holds exactly these tokens; say whether there is one now."""
+        if self._snapshot_bytes(len(token_ids)) > self._store.capacity:
+            return False  # before others leave for what would not be whole without them either
         path = self._tree.insert(token_ids)
         leaf = path[-1]
         if leaf.state is None:
@@ -134,6 +136,13 @@ class PrefixCache:
         if self._interval is not None:
             return range(self._interval, last, self._interval)
         return (self.block_size << exponent for exponent in range((last // self.block_size).bit_length()))
+
+    def _snapshot_bytes(self, num_tokens: int) -> int:
+        """Return what a snapshot takes with the rows of all its blocks."""
+        num_full, rest = divmod(num_tokens, self.block_size)
+        rows = num_full * range_bytes(self._states.rows_bytes(self.block_size))
+        rows += range_bytes(self._states.rows_bytes(rest)) if rest else 0
+        return rows + range_bytes(self._states.state_bytes)
 
     def _fill(self, path: Sequence[Node], slot: int) -> None:
         """Copy what is missing of a path, rows first; nothing more once a chunk finds no room."""

@@ -59,6 +59,11 @@ class Store:
         self.host = Tier(host)
         self._on_drop = on_drop
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of both tiers together."""
+        return self.device.arena.capacity + self.host.arena.capacity
+
     def add(self, owner: Any, num_bytes: int) -> Chunk | None:
         """Make a chunk, on the device if it fits there; None where everything else would have to be pinned out."""
         for tier in (self.device, self.host):
