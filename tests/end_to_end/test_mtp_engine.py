@@ -4,7 +4,7 @@ objects, which run the modules on the memory that is bound."""
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -33,6 +33,8 @@ from trtllm_replayssm.runtime.executors import mtp_executor
 from trtllm_replayssm.runtime.executors.tensorrt_executor import TensorRTExecutor
 from trtllm_replayssm.runtime.executors.tensorrt_mtp_executor import TensorRTMtpExecutor
 from trtllm_replayssm.runtime.speculative.mtp import MtpDrafter
+from trtllm_replayssm.serving.triton.repository import Instances, write_model
+from trtllm_replayssm.serving.triton.settings import ModelSettings
 
 SHAPES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 2, "d_state": 64},
@@ -253,7 +255,7 @@ def test_a_step_of_the_head_that_fails_is_told_as_its_own(
 
 
 def test_an_engine_without_a_head_says_how_to_build_one(
-    qwen_checkpoint: Path, caplog: pytest.LogCaptureFixture
+    qwen_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of(qwen_checkpoint, speculative_decoding_mode=None)
     manifest = read_manifest(engine)
@@ -262,10 +264,27 @@ def test_an_engine_without_a_head_says_how_to_build_one(
     needed = "found an engine that returns no hidden states.*needed one of `trtllm-replayssm build --spec"
     with pytest.raises(UnsupportedError, match=needed):
         on_engine(engine)
+    options: dict[str, Any] = {"engine_dir": str(engine), "speculative": "mtp"}
+    with pytest.raises(UnsupportedError, match=needed):
+        write_model(tmp_path, "a", ModelSettings(executor="tensorrt", **options), instances=Instances("gpu"))
+    write_model(tmp_path, "a", ModelSettings(executor="torch", **options), instances=Instances("cpu"))
     if not torch.cuda.is_available():
         with LLM(engine, speculative_config=MTP) as llm:
             assert llm.executor == "torch"
         assert "engine not run" in caplog.text and "--speculative_decoding_mode mtp" in caplog.text
+
+
+@pytest.mark.parametrize("executor", ["auto", "tensorrt", "torch"])
+def test_an_engine_without_the_weights_that_it_needs_is_not_written_for_triton(
+    qwen_checkpoint: Path, tmp_path: Path, executor: Literal["auto", "tensorrt", "torch"]
+) -> None:
+    copy = shutil.copytree(qwen_checkpoint.parent / "engine", tmp_path / "copy")
+    (copy / WEIGHTS_FILE).unlink()
+    options: dict[str, Any] = {"engine_dir": str(copy), "executor": executor, "speculative": "mtp"}
+    with pytest.raises(CheckpointError, match="found no weights in it.*option checkpoint_dir"):
+        write_model(tmp_path / "models", "a", ModelSettings(**options), instances=Instances("gpu"))
+    options["checkpoint_dir"] = str(qwen_checkpoint)
+    write_model(tmp_path / "models", "a", ModelSettings(**options), instances=Instances("gpu"))
 
 
 def test_a_build_that_cannot_have_a_head_is_refused_before_any_work(

@@ -21,6 +21,7 @@ from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR, Executor
 from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 from trtllm_replayssm.runtime.executors.torch_mtp_executor import TorchMtpExecutor
+from trtllm_replayssm.runtime.prefix_cache.reuse import block_size
 
 ExecutorName = Literal["auto", "torch", "tensorrt"]
 
@@ -64,12 +65,17 @@ def check_options(folder: Path, executor: ExecutorName, options: settings.Option
         ReplaySSMError: idem.
     """
     manifest = _checked(folder, executor, options, checkpoint_dir)
+    weights = checkpoint_dir or folder
     if manifest is None:
-        settings.of_model(open_model_folder(folder, options.dtype).geometry, options)
-        if options.returns_hidden_states:
-            _folder_with_head(folder, options.dtype)
+        chosen = settings.of_model(open_model_folder(folder, options.dtype).geometry, options)
     else:
-        settings.of_engine(manifest, options)
+        chosen = settings.of_engine(manifest, options)
+        if executor == "torch" or manifest.weights == "external":
+            _folder_with_weights(weights, chosen.geometry.dtype)
+    if options.returns_hidden_states and (manifest is None or executor == "torch"):
+        _folder_with_head(weights, chosen.geometry.dtype)
+    if options.kv_cache_config.enable_block_reuse:
+        block_size(options.kv_cache_config, chosen.limits, chosen.replay)
 
 
 def _checked(
@@ -92,7 +98,19 @@ def _checked(
             f"{folder}: found no engine; executor 'tensorrt' needed an engine folder. Build one with "
             f"`trtllm-replayssm build`, or use {TORCH_EXECUTOR}."
         )
+    if manifest is not None and executor == "tensorrt" and (without_head := _lack_of_head(folder, manifest, options)):
+        raise without_head
     return manifest
+
+
+def _lack_of_head(folder: Path, manifest: Manifest, options: settings.Options) -> UnsupportedError | None:
+    """Return why an engine cannot make the drafts that are asked for; None when it can."""
+    if manifest.mtp is not None or not options.returns_hidden_states:
+        return None
+    return UnsupportedError(
+        f"{folder}: found an engine that returns no hidden states, of which the multi-token prediction head makes "
+        f"drafts; needed one of `trtllm-replayssm build --speculative_decoding_mode mtp`, or {TORCH_EXECUTOR}."
+    )
 
 
 def _open_model(
@@ -119,16 +137,8 @@ def _open_engine(
     from trtllm_replayssm.runtime.executors import tensorrt_executor
 
     chosen = settings.of_engine(manifest, options)
-    without_head = None
-    if options.returns_hidden_states and manifest.mtp is None:
-        without_head = UnsupportedError(
-            f"{folder}: found an engine that returns no hidden states, of which the multi-token prediction head makes "
-            f"drafts; needed one of `trtllm-replayssm build --speculative_decoding_mode mtp`, or {TORCH_EXECUTOR}."
-        )
-    if executor == "tensorrt" and without_head is not None:
-        raise without_head
     if executor == "auto" and options.replay.enabled and device != "cpu":
-        obstacle = without_head or tensorrt_executor.obstacle(manifest, _cuda(device))
+        obstacle = _lack_of_head(folder, manifest, options) or tensorrt_executor.obstacle(manifest, _cuda(device))
         if obstacle is None:
             executor = "tensorrt"
         else:
@@ -142,16 +152,11 @@ def _open_engine(
 
 def _torch_executor(weights: Path, chosen: settings.Settings, options: settings.Options, device: str) -> TorchExecutor:
     def load_weights(target: torch.device) -> Mapping[str, torch.Tensor]:
-        opened = open_model_folder(weights, chosen.geometry.dtype)
+        opened = _folder_with_weights(weights, chosen.geometry.dtype)
         if weight_specs(opened.geometry) != weight_specs(chosen.geometry):
             raise CheckpointError(
                 f"{weights}: found weights that are not those of the engine's model; needed the same names, types and "
                 f"shapes. Name the checkpoint that the engine was built from with the option checkpoint_dir."
-            )
-        if opened.kind == "engine" and not opened.has_weights:  # of other folders the loading says what is missing
-            raise CheckpointError(
-                f"{weights}: found no weights in it; needed those of the model. Name the rank checkpoint they are in "
-                f"with the option checkpoint_dir."
             )
         return opened.load_weights(target)
 
@@ -192,6 +197,16 @@ def open_mtp_head(folder: Path, checkpoint_dir: Path | None, target: Executor) -
     return TorchMtpExecutor(
         lambda: create_mtp_head(opened.geometry, target.replay), opened.geometry, target, opened.load_mtp_weights
     )
+
+
+def _folder_with_weights(weights: Path, dtype: str) -> ModelFolder:
+    opened = open_model_folder(weights, dtype)
+    if opened.kind == "engine" and not opened.has_weights:  # of other folders the loading says what is missing
+        raise CheckpointError(
+            f"{weights}: found no weights in it; needed those of the model. Name the rank checkpoint they are in "
+            f"with the option checkpoint_dir."
+        )
+    return opened
 
 
 def _folder_with_head(weights: Path, dtype: str) -> ModelFolder:

@@ -235,6 +235,7 @@ def test_a_repository_holds_several_models_each_whole_or_not_at_all(tmp_path: Pa
         ),
         ({"history": 0}, "history: found 0"),
         ({"speculative": "mtp"}, "found no multi-token prediction head"),
+        ({"enable_block_reuse": True, "tokens_per_block": 1}, "tokens_per_block: found 1 with max_num_tokens"),
         ({"checkpoint_dir": str(MODEL)}, "checkpoint_dir: found .* which is no engine; needed none"),
         ({"executor": "tensorrt"}, "found no engine; executor 'tensorrt' needed an engine folder"),
     ],

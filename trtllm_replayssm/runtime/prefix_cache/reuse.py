@@ -39,7 +39,7 @@ class PrefixReuse:
     def __init__(
         self, executor: Executor, states: SlotStates, slots: Slots, config: KvCacheConfig, limits: EngineLimits
     ) -> None:
-        self.block_size = _block_size(config, limits, executor.replay)
+        self.block_size = block_size(config, limits, executor.replay)
         self._executor = executor
         self._slots = slots
         self._max_seq_len = limits.max_seq_len
@@ -121,8 +121,12 @@ class PrefixReuse:
         )
 
 
-def _block_size(config: KvCacheConfig, limits: EngineLimits, replay: ReplayGeometry) -> int:
-    """Return the block size: that of the configuration, at most the longest piece of a prompt."""
+def block_size(config: KvCacheConfig, limits: EngineLimits, replay: ReplayGeometry) -> int:
+    """Return the block size: that of the configuration, at most the longest piece of a prompt.
+
+    Raises:
+        ConfigError: blocks are too short for prompt pieces that fold.
+    """
     size = min(config.tokens_per_block, limits.max_num_tokens)
     if not protocol.is_prefill(size, replay.max_draft_len):
         raise ConfigError(

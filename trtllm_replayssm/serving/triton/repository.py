@@ -209,6 +209,7 @@ def _check_options(settings: ModelSettings) -> None:
         max_seq_len=settings.max_seq_len,
         max_num_tokens=settings.max_num_tokens,
         replay=wishes["replay"],
+        kv_cache_config=wishes["kv_cache_config"],
         max_draft_len=factory.max_draft_len(drafts, None),
         returns_hidden_states=factory.reads_hidden_states(drafts, None),
     )
