@@ -1,8 +1,10 @@
 """Engines of multi-token prediction heads: built for real, and run by the real executors on stand-ins of TensorRT's
 objects, which run the modules on the memory that is bound."""
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,6 +194,24 @@ def test_the_plan_of_an_engine_counts_its_head(engine: Path, backend: BackendSta
         kept = llm._drafter._last_hidden.nbytes  # type: ignore[attr-defined]
         assert plan.drafter == caches + weights + kept
     assert not head.states and not model.states and not model.weights
+
+
+@pytest.mark.parametrize("executor", ["tensorrt", "torch"])
+def test_a_closed_llm_that_somebody_still_holds_has_let_go_of_all_states(
+    engine: Path, backend: BackendStandIn, executor: str
+) -> None:
+    del backend
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8, device_cache_size=2**20)
+    llm = (on_engine if executor == "tensorrt" else on_modules)(engine, kv_cache_config=cache)
+    tokens_of(llm, PROMPTS, 4)
+    states = (*llm._executor.states, *llm._drafter.states)  # type: ignore[attr-defined]
+    pools = {state.spec.name: weakref.ref(state.pool) for state in states}
+    del states
+    assert {"key_cache_0", "last_hidden_0"} < pools.keys()
+    llm.close()
+    gc.collect()
+    assert not [name for name, pool in pools.items() if pool() is not None]
+    assert llm.metrics()["prefix_device_bytes"] == 0
 
 
 def test_other_drafts_run_on_an_engine_with_a_head(engine: Path, backend: BackendStandIn) -> None:

@@ -68,11 +68,11 @@ class DecodeLoop:
         self._recorder = recorder
         self._slots = Slots(limits.max_batch_size)
         head = () if self._hidden_state_drafter is None else self._hidden_state_drafter.states
-        states = SlotStates(executor.geometry, (*executor.states, *head))
-        self._sharing = PromptSharing(states, self._slots)
+        self._states = SlotStates(executor.geometry, (*executor.states, *head))
+        self._sharing = PromptSharing(self._states, self._slots)
         self.reuse: PrefixReuse | None = None
         if cache_config is not None and cache_config.enable_block_reuse:
-            self.reuse = PrefixReuse(executor, states, self._slots, cache_config, limits)
+            self.reuse = PrefixReuse(executor, self._states, self._slots, cache_config, limits)
         self._scheduler = Scheduler(
             self._slots,
             limits.max_num_tokens,
@@ -164,12 +164,13 @@ class DecodeLoop:
         return tuple(overdue)
 
     def close(self) -> None:
-        """Release what the drafter and the prefix cache hold; the loop is not used again."""
-        with ExitStack() as both:  # the other one, too, where one fails
+        """Release what the drafter and the prefix cache hold, and the executor's pools; the loop is not used again."""
+        with ExitStack() as all_of_them:  # the others, too, where one fails
+            all_of_them.callback(self._states.close)
             if self.reuse is not None:
-                both.callback(self.reuse.close)
+                all_of_them.callback(self.reuse.close)
             if isinstance(self._drafter, ModelDrafter):
-                both.callback(self._drafter.close)
+                all_of_them.callback(self._drafter.close)
 
     def _turn_over(self) -> None:
         preempted, admitted = self._scheduler.admit()

@@ -77,6 +77,10 @@ class SlotStates:
         for cache in self._caches:
             cache[target, :, :past_length].copy_(cache[source, :, :past_length])
 
+    def close(self) -> None:
+        """Let go of the pools: their memory would stay as long as this does."""
+        self._caches, self._slot_pools, self._parts = [], [], []
+
     def _add_part(self, state: State) -> None:
         kind, pool, at = state.spec.name.rpartition("_")[0], state.pool, self.state_bytes
         if kind in ("ssm_state", "last_hidden"):  # the latter of a multi-token prediction head

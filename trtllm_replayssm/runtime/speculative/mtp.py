@@ -131,6 +131,7 @@ class MtpDrafter:
     def close(self) -> None:
         """Release the head's device memory."""
         self._executor.close()
+        self._last_hidden = self._last_hidden.new_empty(0)
 
 
 def _following(row: RowPlan, verdict: Verdict, past: int) -> Sequence[int]:
