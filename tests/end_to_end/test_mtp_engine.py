@@ -221,7 +221,7 @@ def test_other_drafts_run_on_an_engine_with_a_head(engine: Path, backend: Backen
     assert not backend.contexts[MTP_ENGINE_FILE]
 
 
-def test_embedded_weights(qwen_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_weights(qwen_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both plans have theirs inside, and the matrices that the head shares are read from the folder's file."""
     engine = engine_of(qwen_checkpoint, weights="embedded")
     manifest = read_manifest(engine)
@@ -238,6 +238,10 @@ def test_embedded_weights(qwen_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
         matrices = {matrix.data_ptr(): matrix.nbytes for matrix in head._matrices}  # one, where the model has one
         assert head.device_bytes == caches + sum(matrices.values())
     (engine / WEIGHTS_FILE).unlink()
+    options: dict[str, Any] = {"engine_dir": str(engine), "executor": "tensorrt"}
+    write_model(tmp_path, "a", ModelSettings(**options), instances=Instances("gpu"))
+    with pytest.raises(CheckpointError, match="found no weights in it"):
+        write_model(tmp_path, "b", ModelSettings(speculative="mtp", **options), instances=Instances("gpu"))
     with pytest.raises(ManifestError, match=r"rank0\.safetensors: found No such file"):
         on_engine(engine)
 

@@ -70,7 +70,7 @@ def check_options(folder: Path, executor: ExecutorName, options: settings.Option
         chosen = settings.of_model(open_model_folder(folder, options.dtype).geometry, options)
     else:
         chosen = settings.of_engine(manifest, options)
-        if executor == "torch" or manifest.weights == "external":
+        if executor == "torch" or manifest.weights == "external" or options.returns_hidden_states:
             _folder_with_weights(weights, chosen.geometry.dtype)
     if options.returns_hidden_states and (manifest is None or executor == "torch"):
         _folder_with_head(weights, chosen.geometry.dtype)
