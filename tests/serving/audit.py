@@ -1,5 +1,6 @@
 """What this process opens, starts or unpickles while something is tried: Python's audit events."""
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,13 +20,17 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def watching() -> Iterator[list[str]]:
-    """Give a list that is filled with what happens in any thread; one at a time."""
+    """Give a list that is filled with what happens in any thread; one at a time. That it is filled is tried first."""
     if not _hooks:  # a hook stays for as long as the process
         sys.addaudithook(_watch)
         _hooks.append(_watch)
     _seen.clear()
     _is_watching.set()
     try:
+        opened = threading.Thread(target=lambda: open(os.devnull, "rb").close())
+        opened.start()
+        opened.join()
+        assert f"open {os.devnull!r}" in _seen
         yield _seen
     finally:
         _is_watching.clear()
