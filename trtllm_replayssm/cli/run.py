@@ -22,15 +22,15 @@ from trtllm_replayssm.cli.kv_cache_option import (
     HostCacheSize,
     TokensPerBlock,
     TokensPerSnapshot,
-    kv_cache_config,
 )
-from trtllm_replayssm.cli.model_options import CheckpointDir, Device, given
+from trtllm_replayssm.cli.model_options import CheckpointDir, Device
 from trtllm_replayssm.cli.run_output import print_growing, print_results
 from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SamplingParams
 from trtllm_replayssm.contract import defaults
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import ConfigError, RequestError
+from trtllm_replayssm.wishes import given, kv_cache_config
 
 if TYPE_CHECKING:
     from trtllm_replayssm.runtime.prompts import Prompt

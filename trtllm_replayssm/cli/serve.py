@@ -14,13 +14,13 @@ from trtllm_replayssm.cli.kv_cache_option import (
     HostCacheSize,
     TokensPerBlock,
     TokensPerSnapshot,
-    kv_cache_config,
 )
-from trtllm_replayssm.cli.model_options import CheckpointDir, Device, given
+from trtllm_replayssm.cli.model_options import CheckpointDir, Device
 from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SchedulerConfig
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import BackendError, ConfigError
+from trtllm_replayssm.wishes import given, kv_cache_config
 
 INSTALL = "pip install 'starlette>=0.46' 'uvicorn>=0.34' 'jinja2>=3.1.6' 'prometheus-client>=0.21'"
 

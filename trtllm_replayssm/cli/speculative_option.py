@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from trtllm_replayssm.cli.model_options import given
 from trtllm_replayssm.config import (
     DecodingConfig,
     DraftTargetDecodingConfig,
@@ -14,6 +13,7 @@ from trtllm_replayssm.config import (
     SpeculativeConfig,
 )
 from trtllm_replayssm.errors import ConfigError
+from trtllm_replayssm.wishes import given
 
 Source = Literal["ngram", "mtp", "draft"]
 SpeculativeModel = Annotated[

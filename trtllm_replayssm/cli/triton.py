@@ -17,6 +17,7 @@ from trtllm_replayssm.cli.kv_cache_option import (
 from trtllm_replayssm.cli.model_options import CheckpointDir
 from trtllm_replayssm.cli.speculative_option import Source
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
+from trtllm_replayssm.wishes import given
 
 
 def command(
@@ -114,31 +115,31 @@ def command(
         plugins = shlex.quote(f"--backend-config=tensorrt,plugins={written.plugin_library}")
         print(f"model: {written.folder}\ntritonserver --model-repository={shlex.quote(str(repository))} {plugins}")
         return
-    wishes = {
-        "engine_dir": engine_dir,
-        "checkpoint_dir": checkpoint_dir,
-        "executor": executor,
-        "dtype": dtype,
-        "max_batch_size": max_batch_size,
-        "max_seq_len": max_seq_len,
-        "max_num_tokens": max_num_tokens,
-        "max_queue_size": max_queue_size,
-        "max_sequences": max_sequences,
-        "enable_block_reuse": enable_block_reuse or None,
-        "tokens_per_block": tokens_per_block,
-        "tokens_per_snapshot": tokens_per_snapshot,
-        "device_cache_size": device_cache_size,
-        "host_cache_size": host_cache_size,
-        "free_gpu_memory_fraction": free_gpu_memory_fraction,
-        "history": None if history is None else parse_history(history),
-        "state_dtype": state_dtype,
-        "speculative": speculative,
-        "max_draft_len": max_draft_len,
-        "speculative_model": speculative_model,
-        "cancellation_check_period_ms": cancellation_check_period_ms,
-        "metrics_period_ms": metrics_period_ms,
-    }
-    settings = ModelSettings.of({option: str(wish) for option, wish in wishes.items() if wish is not None})
+    wishes = given(
+        engine_dir=engine_dir,
+        checkpoint_dir=checkpoint_dir,
+        executor=executor,
+        dtype=dtype,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_num_tokens=max_num_tokens,
+        max_queue_size=max_queue_size,
+        max_sequences=max_sequences,
+        enable_block_reuse=enable_block_reuse or None,
+        tokens_per_block=tokens_per_block,
+        tokens_per_snapshot=tokens_per_snapshot,
+        device_cache_size=device_cache_size,
+        host_cache_size=host_cache_size,
+        free_gpu_memory_fraction=free_gpu_memory_fraction,
+        history=None if history is None else parse_history(history),
+        state_dtype=state_dtype,
+        speculative=speculative,
+        max_draft_len=max_draft_len,
+        speculative_model=speculative_model,
+        cancellation_check_period_ms=cancellation_check_period_ms,
+        metrics_period_ms=metrics_period_ms,
+    )
+    settings = ModelSettings.of({option: str(wish) for option, wish in wishes.items()})
     folder = write_model(repository, name, settings, instances=where, is_decoupled=decoupled, by_reference=by_reference)
     if not is_openable(repository):
         print("note: Triton opens no model below a path with spaces or beyond ASCII; move the repository.")

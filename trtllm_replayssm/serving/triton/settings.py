@@ -9,7 +9,6 @@ from pydantic import ConfigDict, Field, ValidationError
 from trtllm_replayssm.config import (
     DecodingConfig,
     DraftTargetDecodingConfig,
-    KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     ReplayConfig,
@@ -17,6 +16,7 @@ from trtllm_replayssm.config import (
 )
 from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, StateDtype
 from trtllm_replayssm.errors import ConfigError, validation_text
+from trtllm_replayssm.wishes import given, kv_cache_config
 
 DraftSource = Literal["ngram", "mtp", "draft"]
 
@@ -110,15 +110,18 @@ class ModelSettings(Frozen):
             device: of Triton's instance.
         """
         model = None if self.speculative_model is None else version_folder / self.speculative_model
-        drafts = _given({"max_draft_len": self.max_draft_len, "speculative_model": model})
+        drafts = given(max_draft_len=self.max_draft_len, speculative_model=model)
         if drafts and self.speculative is None:
             raise ConfigError(f"{', '.join(drafts)}: found without speculative; needed both or neither.")
-        of_reuse = ("tokens_per_block", "tokens_per_snapshot", "device_cache_size", "host_cache_size")
-        reuse = _given({name: getattr(self, name) for name in of_reuse})
-        if reuse and not self.enable_block_reuse:
-            raise ConfigError(f"{', '.join(reuse)}: found without enable_block_reuse; needed both or neither.")
-        cache = reuse | _given({"free_gpu_memory_fraction": self.free_gpu_memory_fraction})
-        replay = {"history": self.history, "state_dtype": self.state_dtype}
+        cache = kv_cache_config(
+            free_gpu_memory_fraction=self.free_gpu_memory_fraction,
+            enable_block_reuse=self.enable_block_reuse,
+            tokens_per_block=self.tokens_per_block,
+            tokens_per_snapshot=self.tokens_per_snapshot,
+            device_cache_size=self.device_cache_size,
+            host_cache_size=self.host_cache_size,
+            switch="enable_block_reuse",
+        )
         options: dict[str, Any] = {
             "model": version_folder / self.engine_dir,
             "checkpoint_dir": None if self.checkpoint_dir is None else version_folder / self.checkpoint_dir,
@@ -129,14 +132,9 @@ class ModelSettings(Frozen):
             "max_seq_len": self.max_seq_len,
             "max_num_tokens": self.max_num_tokens,
             "scheduler_config": SchedulerConfig(max_queue_size=self.max_queue_size),
-            "kv_cache_config": KvCacheConfig(enable_block_reuse=self.enable_block_reuse, **cache),
-            "replay": ReplayConfig(**_given(replay)),
+            "kv_cache_config": cache,
+            "replay": ReplayConfig(**given(history=self.history, state_dtype=self.state_dtype)),
         }
         if self.speculative is not None:
             options["speculative_config"] = _DRAFTS[self.speculative](**drafts)
         return options
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what is None: an engine has a value of its own for it."""
-    return {name: value for name, value in options.items() if value is not None}
