@@ -7,6 +7,7 @@ cache rows as TensorRT's linear cache update does. No engine runs here; that nee
 import ctypes
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -64,7 +65,7 @@ class EngineStandIn:
         return self.make_context()
 
 
-class ContextStandIn:
+class ContextStandIn(ABC):
     """TensorRT's context of one profile: addresses and shapes in, a step of a module on the memory behind them.
 
     Args:
@@ -134,8 +135,9 @@ class ContextStandIn:
         for name, result in results.items():
             self.tensor(name, tuple(result.shape)).copy_(result)
 
+    @abstractmethod
     def run(self, step: Tensors, states: Tensors) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        """Do the module's step: the results by their names; states are updated in place."""
 
     def _check_results(self) -> None:
         # An engine may write a result before it has read its inputs to the end.

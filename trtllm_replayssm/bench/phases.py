@@ -1,5 +1,6 @@
 """Steps in one phase of the cursors: no row flushes, or every one does; what a flush costs beside its bytes."""
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from trtllm_replayssm.bench.workloads import ReplayStep
 from trtllm_replayssm.contract.geometry import ReplayGeometry
 
 
-class _StepInOnePhase(ReplayStep):
+class _StepInOnePhase(ReplayStep, ABC):
     """The op of a recurrence, with every count of pending rows of the phase equally often.
 
     Args:
@@ -35,8 +36,9 @@ class _StepInOnePhase(ReplayStep):
         steps = cases.num_steps(replay)
         return Cursors(*(np.tile(lengths.astype(np.int32), (steps, 1)) for lengths in (past, checkpoint)))
 
+    @abstractmethod
     def _pending(self, replay: ReplayGeometry) -> range:
-        raise NotImplementedError
+        """Return the counts of pending rows that belong to the phase."""
 
 
 class StepWithoutFlush(_StepInOnePhase):
