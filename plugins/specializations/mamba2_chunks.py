@@ -77,8 +77,9 @@ def _count_warps(row_tiles: int, d_state: int) -> int:
 
 
 def _count_bytes(row_tiles: int, d_state: int, num_stages: int) -> int:
-    """Count a stage's B, C, x and four numbers a token; then the state in two parts, a number a stage, and barriers."""
+    """Count a stage's B, C, x and four numbers a token; then the state in two parts, values, and barriers."""
     rows = row_tiles * _MMA_TILE
     stage = _CHUNK_SIZE * (2 * (2 * d_state + rows + _X_PADDING) + 4 * 4)
+    values = 4 * 4 + 8 * num_stages  # of the block, and of each stage
     barriers = (2 * num_stages + 2) * _BARRIER_BYTES
-    return (num_stages * stage + rows * d_state * 2 * 2 + 8 * num_stages + barriers + 15) // 16 * 16
+    return (num_stages * stage + rows * d_state * 2 * 2 + values + barriers + 15) // 16 * 16

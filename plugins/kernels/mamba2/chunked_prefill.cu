@@ -37,34 +37,34 @@ __device__ inline void bring_chunks(const Tensors& tensors, int first_channel, c
 
 // A state warp: all chunks on its part of the state.
 __device__ inline void scan(const Tensors& tensors, int first_channel, const ChunkShared& shared) {
-  uint32_t thread = threadIdx.x;
-  const StatePart part(thread);
-  const int num_total = tensors.row.pending + tensors.row.num_tokens;
   WarpState state;
-  load_state(tensors.state() + first_channel * D_STATE, tensors.row.checkpoint == 0, part, state);
+  const STATE_TYPE* old_slice = tensors.state() + first_channel * D_STATE;
+  load_state(old_slice, tensors.row.checkpoint == 0, StatePart(fresh(threadIdx.x)), state);
 #pragma unroll 1
-  for (ChunkPlace place; place.first() < num_total; place.advance()) {
+  for (ChunkPlace place; place.first() < shared.values().num_total; place.advance()) {
+    const StatePart part(fresh(threadIdx.x));
     ptx::barrier_wait(shared.is_taken(), place.snapshot_parity() ^ 1);
     give_state(shared, part, state);
     arrive_as_warp(shared.is_given());
     ptx::barrier_wait(shared.is_full(place.stage()), place.parity());
     fold_chunk(shared.stage(place.stage()), shared.chunk_decay(place.stage()), part, state);
+    place.index = fresh(place.index);
     arrive_as_warp(shared.is_free(place.stage()));
   }
-  ptx::make_opaque(thread);  // addresses are computed anew: kept from the start they would lie on the stack
-  store_state(tensors.state() + first_channel * D_STATE, StatePart(thread), state);
+  // All anew: not even the slot has a register of its own while products are under way.
+  const int channel = first_channel_of(fresh(blockIdx.x));
+  Row row = tensors.row;
+  row.slot = tensors.params.slot_ids[row.index];
+  STATE_TYPE* slice = Tensors{tensors.params, row}.state() + channel * D_STATE;
+  store_state(slice, StatePart(fresh(threadIdx.x)), state);
 }
 
 // An output warp. Late tiles have more tokens before them, so it takes turns: its tile from the start, then from the
 // end.
-__device__ inline void write_outputs(const Tensors& tensors, int first_channel, const ChunkShared& shared) {
-  uint32_t thread = threadIdx.x;
-  const float D = tensors.params.D[tensors.row.head];
-  int num_ring = tensors.row.pending, left = num_ring + tensors.row.num_tokens;
-  ACTIVATION_TYPE* y = tensors.y(-num_ring) + first_channel;
+__device__ inline void write_outputs(const Tensors& tensors, const ChunkShared& shared) {
 #pragma unroll 1
-  for (ChunkPlace place; left > 0; place.advance()) {
-    ptx::make_opaque(thread);  // addresses are computed anew: kept from the start they would lie on the stack
+  for (ChunkPlace place; place.first() < shared.values().num_total; place.advance()) {
+    const uint32_t thread = fresh(threadIdx.x);
     const LanePlace lane_place(thread);
     const Stage stage = shared.stage(place.stage());
     const int warp = thread / WARP_SIZE - NUM_STATE_WARPS;
@@ -74,12 +74,17 @@ __device__ inline void write_outputs(const Tensors& tensors, int first_channel, 
     ptx::barrier_wait(shared.is_given(), place.snapshot_parity());
     multiply_state(shared, stage, lane_place, token_tile, outputs);
     arrive_as_warp(shared.is_taken());
-    add_tokens(stage, lane_place, TokenC(stage, lane_place, token_tile), token_tile, D, outputs);
+    add_tokens(stage, lane_place, TokenC(stage, lane_place, token_tile), token_tile, shared.values().D, outputs);
+    place.index = fresh(place.index);
     arrive_as_warp(shared.is_free(place.stage()));
-    store_outputs(y, lane_place, token_tile, num_ring, left, outputs);
-    y += CHUNK_SIZE * N_HEADS * HEAD_DIM;
-    num_ring -= CHUNK_SIZE;
-    left -= CHUNK_SIZE;
+    const uint32_t block = fresh(blockIdx.x);
+    Row row = tensors.row;
+    row.index = fresh(blockIdx.y);
+    row.head = block / HEAD_SLICES;
+    const BlockValues& values = shared.values();
+    const int first_token = place.first() - values.num_ring;
+    ACTIVATION_TYPE* y = Tensors{tensors.params, row}.y(first_token) + first_channel_of(block);
+    store_outputs(y, lane_place, token_tile, -first_token, values.num_total - place.first(), outputs);
   }
 }
 
@@ -100,18 +105,22 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, MIN_BLOCKS_OF_SM)
   extern __shared__ __align__(512) Vector16 shared_memory[];
   const ChunkShared shared(shared_memory);
   const Row row(params, params.ring_rows, blockIdx.x / HEAD_SLICES);
-  const int first_channel = blockIdx.x % HEAD_SLICES * SLICE_ROWS;
+  const int first_channel = first_channel_of(blockIdx.x);
   const Tensors tensors{params, row};
 
+  const float D = params.D[row.head];  // under way while outputs are cleared
   zero_unused_outputs<SLICE_ROWS>(tensors, first_channel);
   if (row.slot < 0 || row.pending + row.num_tokens == 0) return;
-  if (threadIdx.x == 0) shared.init_barriers();
+  if (threadIdx.x == 0) {
+    shared.values() = {row.pending, row.pending + row.num_tokens, D};
+    shared.init_barriers();
+  }
   __syncthreads();  // the barriers are there
   const int warp = threadIdx.x / WARP_SIZE;
   if (warp < NUM_STATE_WARPS) {
     scan(tensors, first_channel, shared);
   } else if (warp < NUM_STATE_WARPS + NUM_OUTPUT_WARPS) {
-    write_outputs(tensors, first_channel, shared);
+    write_outputs(tensors, shared);
   } else {
     bring_chunks(tensors, first_channel, shared);
   }

@@ -8,8 +8,8 @@
 //   x       [CHUNK_SIZE, X_STRIDE] bfloat16; eight rows start in different banks
 //   decays  ChunkDecays, floats of each token
 // then the state before a chunk for the output warps, as operand B: [row tile, 16 columns, part, lane] of 16 bytes,
-// which are what the lane takes of the tile's rows g, then of its rows g + 8; of each stage, what the chunk leaves of
-// the state; the barriers.
+// which are what the lane takes of the tile's rows g, then of its rows g + 8; values of the block; of each stage, what
+// the chunk leaves of the state; the barriers.
 #pragma once
 #include "common/warp_barrier.cuh"
 #include "mamba2/row.cuh"
@@ -64,12 +64,20 @@ struct Stage {
   __device__ ChunkDecays& decays() const { return *reinterpret_cast<ChunkDecays*>(base + StageOffsets::DECAYS); }
 };
 
+// What warps ask for once a chunk: in registers it would be in the way of products.
+struct alignas(16) BlockValues {
+  int num_ring;   // pending rows of the ring
+  int num_total;  // and with the window's tokens
+  float D;
+};
+
 struct ChunkShared {
   unsigned char* base;
   uint32_t address;
 
   static constexpr int SNAPSHOT = NUM_STAGES * StageOffsets::BYTES;
-  static constexpr int CHUNK_DECAYS = SNAPSHOT + ROW_TILES * K_STEPS * 2 * WARP_SIZE * 16;
+  static constexpr int VALUES = SNAPSHOT + ROW_TILES * K_STEPS * 2 * WARP_SIZE * 16;
+  static constexpr int CHUNK_DECAYS = VALUES + static_cast<int>(sizeof(BlockValues));
   static constexpr int BARRIERS = CHUNK_DECAYS + 8 * NUM_STAGES;
   static constexpr int BYTES = (BARRIERS + 8 * (2 * NUM_STAGES + 2) + 15) / 16 * 16;
 
@@ -83,6 +91,7 @@ struct ChunkShared {
   __device__ Vector16* snapshot(int row_tile, int k_step, int lane) const {
     return reinterpret_cast<Vector16*>(base + SNAPSHOT) + (row_tile * K_STEPS + k_step) * 2 * WARP_SIZE + lane;
   }
+  __device__ BlockValues& values() const { return *reinterpret_cast<BlockValues*>(base + VALUES); }
   __device__ float& chunk_decay(int stage) const { return reinterpret_cast<float*>(base + CHUNK_DECAYS)[stage]; }
 
   __device__ uint32_t barrier(int index) const { return address + BARRIERS + 8 * index; }
@@ -106,7 +115,7 @@ static_assert(ChunkShared::BYTES == DYNAMIC_SHARED_BYTES,
 
 // A chunk's place in line: its stage, and the parity of the phases that the barriers are in. In one register.
 struct ChunkPlace {
-  int index = 0;
+  uint32_t index = 0;
 
   __device__ int first() const { return index * CHUNK_SIZE; }
   __device__ int stage() const { return index % NUM_STAGES; }
@@ -114,6 +123,15 @@ struct ChunkPlace {
   __device__ uint32_t snapshot_parity() const { return index % 2; }
   __device__ void advance() { ++index; }
 };
+
+// A number that is new to the compiler where two blocks share an SM's registers: what is made of it is made anew there.
+// Kept from before a loop it would lie on the stack.
+__device__ inline uint32_t fresh(uint32_t number) {
+  if (MIN_BLOCKS > 1) ptx::make_opaque(number);
+  return number;
+}
+
+__device__ inline int first_channel_of(uint32_t block) { return block % HEAD_SLICES * SLICE_ROWS; }
 
 // A lane's place in products (common/mma.cuh).
 struct LanePlace {

@@ -136,7 +136,10 @@ struct ChunkLoader {
 
   // A chunk with rows of the ring, or that is not full, or not aligned.
   __device__ void load_rows(const Chunk& chunk, const Stage& stage, bool is_aligned) const {
-    const Mamba2Params& params = tensors.params;
+    const Mamba2Params& params = this->tensors.params;
+    Row row = this->tensors.row;
+    row.index = fresh(row.index);  // such chunks are few: no addresses are kept for them
+    const Tensors tensors{params, row};
     const int token = chunk.token(tensors.row, 0), position = tensors.row.checkpoint + chunk.first;
     copy_window<LaneBC, BC_PIECES>(stage, StageOffsets::C, tensors.C(token), params.C_stride_token, is_aligned, chunk);
     copy_window<LaneBC, BC_PIECES>(stage, StageOffsets::B, tensors.B(token), params.B_stride_token, is_aligned, chunk);

@@ -13,10 +13,16 @@ constexpr int FOLD_BLOCKS = COLUMN_BLOCKS < 4 ? COLUMN_BLOCKS : 4;
 
 // Which rows and columns of the slice a state warp has, and the lane's place.
 struct StatePart : LanePlace {
-  int row_tile, split;
+  int warp, row_tile, split;
+  uint32_t x_first, B_first;  // in a stage, what the lane loads of the first token tile
 
   __device__ explicit StatePart(uint32_t thread)
-      : LanePlace(thread), row_tile(thread / WARP_SIZE / COLUMN_SPLITS), split(thread / WARP_SIZE % COLUMN_SPLITS) {}
+      : LanePlace(thread), warp(thread / WARP_SIZE), row_tile(warp / COLUMN_SPLITS), split(warp % COLUMN_SPLITS) {
+    const int token = lane % 8 + lane / 16 * 8, piece = 2 * row_tile + lane / 8 % 2;
+    // In one register each, not in several that each use adds up.
+    x_first = fresh(StageOffsets::X + token * X_ROW_BYTES + piece * 16);
+    B_first = fresh(StageOffsets::B + (rows_first() ^ (split * WARP_COLUMNS * 2)));
+  }
 
   // Of the lane's first element, from the slice on.
   __device__ int first_element() const {
@@ -76,7 +82,8 @@ __device__ inline void give_state(const ChunkShared& shared, const StatePart& pa
       parts[0].words[i] = words[0];
       parts[1].words[i] = words[1];
     }
-    Vector16* target = shared.snapshot(part.row_tile, part.split * (COLUMN_BLOCKS / 2) + k, part.lane);
+    // Column splits of a row tile follow each other, as row tiles do.
+    Vector16* target = shared.snapshot(0, part.warp * (COLUMN_BLOCKS / 2) + k, part.lane);
     target[0] = parts[0];
     target[WARP_SIZE] = parts[1];
   }
@@ -100,18 +107,19 @@ struct WeightedX {
 
 // Load the x of a token tile as operand A: the warp's rows, tokens for columns.
 __device__ inline void load_x(const Stage& stage, const StatePart& part, int tile, uint32_t (&x)[4]) {
-  const int row = tile * MMA_TILE + part.lane % 8 + part.lane / 16 * 8, piece = 2 * part.row_tile + part.lane / 8 % 2;
-  ptx::load_transposed(x, stage.address + StageOffsets::X + row * X_ROW_BYTES + piece * 16);
+  ptx::load_transposed(x, stage.address + part.x_first + tile * MMA_TILE * X_ROW_BYTES);
 }
 
 // S = decay S + sum over the chunk of fold_weight_j x_j B_j^T. The sum is kept apart until it is whole: tensor cores
 // truncate, and a state that lives for thousands of tokens would feel each truncation.
 __device__ inline void fold_chunk(const Stage& stage, float decay, const StatePart& part, WarpState& state) {
-  const uint32_t B_first = stage.address + StageOffsets::B + (part.rows_first() ^ (part.split * WARP_COLUMNS * 2));
+  const uint32_t B_first = stage.address + part.B_first;
   float sums[COLUMN_BLOCKS][4] = {};
 #pragma unroll
   for (int tile = 0; tile < CHUNK_TILES; ++tile) {
     uint32_t x[4];
+    // Where weighted x leaves registers free, loads of later tiles would fill more than these.
+    if (MIN_BLOCKS > 1 && FOLD_PARTS == 2 && tile > 0) ptx::issue_loads();
     load_x(stage, part, tile, x);
     const WeightedX weighted(x, stage.decays().fold_weight + tile * MMA_TILE, part.q);
 #pragma unroll
