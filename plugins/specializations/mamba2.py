@@ -149,7 +149,6 @@ class Mamba2Specialization:
     def chunks(self) -> ChunkShape | None:
         """The make-up of the chunked prefill; None where there is none for these constants."""
         return mamba2_chunks.chunk_shape(
-            n_heads=self.n_heads,
             head_dim=self.head_dim,
             d_state=self.d_state,
             activation_dtype=self.activation_dtype,

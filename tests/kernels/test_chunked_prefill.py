@@ -1,17 +1,20 @@
 """The chunked prefill against the oracle, on a GPU and emulated: borders of chunks, extreme steps, dead memory."""
 
 import itertools
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cases import Mamba2Case
 from tests.kernels import prompts
-from tests.kernels.emulation import Emulator
+from tests.kernels.emulation import EmulationError, Emulator
 from tests.ops.driver import Row, bits
 from tests.ops.mamba2_driver import Mamba2Driver, Window
 from tests.plugins.plugin_ops import mamba2_specialization
 from trtllm_replayssm import ops
+from trtllm_replayssm.plugins.build import SOURCE_DIR
 from trtllm_replayssm.plugins.loader import device_architecture
 
 # Every head_dim, d_state and state type, and every way to share out a head between blocks and warps.
@@ -138,3 +141,37 @@ def test_inputs_off_any_alignment_give_the_same_bits(case: Mamba2Case, device: s
 
 def _shifted_by_one(part: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=part.dtype), part.reshape(-1)])[1:].view(part.shape)
+
+
+# Those of the shown state are not among them: emulated copies come late, and hold both sides back.
+BARRIERS = (
+    "    ptx::barrier_wait(shared.is_free(place.stage()), place.parity() ^ 1);",
+    "    ptx::barrier_wait(shared.is_full(place.stage()), place.parity());\n    fold_chunk",
+    "    ptx::barrier_wait(shared.is_full(place.stage()), place.parity());\n    TileOutputs",
+    "    ptx::barrier_arrive_after_copies(shared.is_full(place.stage()));",
+    "    arrive_as_warp(shared.is_full(place.stage()));",
+)
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+@pytest.mark.parametrize(("case", "device"), [pytest.param(CASES[0], "cpu", id="P16")])
+def test_a_kernel_without_a_barrier_is_found_out(
+    case: Mamba2Case, device: str, barrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    altered = tmp_path / "kernels"
+    shutil.copytree(SOURCE_DIR, altered)
+    source = altered / "mamba2" / "chunked_prefill.cu"
+    text = source.read_text()
+    assert barrier in text
+    source.write_text(text.replace(barrier, barrier.rpartition("\n")[2] if "\n" in barrier else ""))
+    found = []
+    for is_descending in (False, True):
+        emulator = Emulator(prefill="chunked_prefill", source_dir=altered, is_descending=is_descending)
+        monkeypatch.setattr(ops, "mamba2", emulator.mamba2)
+        driver = Mamba2Driver(case, device, num_slots=1, seed=2)
+        try:
+            driver.run([Row(0, 6 * CHUNK, 6 * CHUNK)], 6 * CHUNK)
+        except EmulationError:
+            return
+        found.append(driver.exceeds_bounds())
+    assert any(found)

@@ -54,6 +54,7 @@ __device__ inline float rsqrt(float x) {
 
 // Make a value look new to the compiler, so that what it makes of it is not kept in registers from loop to loop.
 __device__ inline void make_opaque(uint32_t& word) { asm volatile("" : "+r"(word)); }
+__device__ inline void make_opaque(uint64_t& word) { asm volatile("" : "+l"(word)); }
 __device__ inline void make_opaque(uint16_t& word) { asm volatile("" : "+h"(word)); }
 
 // Loads before it are under way before loads after it: without, the compiler puts a load where it is first needed.

@@ -1,12 +1,13 @@
-// One warp's work: what a chunk's step sizes make of its tokens. Lane i has TOKENS_PER_LANE neighbouring ones.
+// What a chunk's step sizes make of its tokens, by the warp that brings them. Lane i has TOKENS_PER_LANE neighbouring
+// ones.
 //
-// state_decay_t = exp(A * sum of dt over the chunk's tokens up to t), what is left at t of the state before the chunk;
-// fold_weight_j = exp(A * sum of dt after j) dt_j, what x_j B_j^T counts in the state behind the chunk. Both exponents
-// are sums of positive numbers, so the checkpoint never meets a difference of prefix sums.
-// Decays between two tokens, for the outputs alone, are made of log2 terms A dt log2(e) of the tokens: decay_to_t = sum
-// over t's tile up to t, decay_from_j = sum over j's tile after j. Between tiles these and the whole tiles between them
-// are added; within one tile it is a difference, of few tokens, none of which counts for more than LARGEST_STEP: a huge
-// step forgets what was before it all the same, and does not blur its neighbours' decays.
+// fold_weight_j = exp(A * sum of dt after j) dt_j is what x_j B_j^T counts in the state behind the chunk, the chunk's
+// decay = exp(A * sum of all dt) what is left there of the state before it. Both exponents are sums of positive
+// numbers, so the checkpoint never meets a difference of prefix sums. Decays for the outputs alone are made of log2
+// terms A dt log2(e) of the tokens: decay_to_t = sum over t's tile up to t, tile_weight_j = dt_j exp2(sum over j's tile
+// after j). Between tiles these and the whole tiles between them are added or multiplied; within one tile the decay is
+// a difference, of few tokens, none of which counts for more than LARGEST_STEP: a huge step forgets what was before it
+// all the same, and does not blur its neighbours' decays.
 #pragma once
 #include "common/softplus.cuh"
 #include "mamba2/chunked/stage.cuh"
@@ -84,7 +85,7 @@ __device__ inline float sum_after(float value) {
 }
 
 __device__ inline void store_decays(const Chunk& chunk, const LaneTimes& times, float A, float dt_bias,
-                                    const ChunkDecays& decays) {
+                                    ChunkDecays& decays, float& chunk_decay) {
   const int first = threadIdx.x % WARP_SIZE * TOKENS_PER_LANE;
   float dt[TOKENS_PER_LANE], step[TOKENS_PER_LANE];
   float dt_sum = 0.0f, step_sum = 0.0f;
@@ -97,23 +98,22 @@ __device__ inline void store_decays(const Chunk& chunk, const LaneTimes& times, 
     dt_sum += dt[k];
     step_sum += step[k];
   }
-  float dt_before = sum_before<WARP_SIZE>(dt_sum), dt_after = sum_after<WARP_SIZE>(dt_sum);
+  float dt_after = sum_after<WARP_SIZE>(dt_sum);
   float decay_to = sum_before<LANES_PER_TILE>(step_sum), decay_from = sum_after<LANES_PER_TILE>(step_sum);
 #pragma unroll
   for (int k = 0; k < TOKENS_PER_LANE; ++k) {
-    dt_before += dt[k];
     decay_to += step[k];
-    decays.dt[first + k] = dt[k];
     decays.decay_to[first + k] = decay_to;
-    decays.state_decay[first + k] = expf(A * dt_before);
+    decays.dt[first + k] = dt[k];
   }
 #pragma unroll
   for (int k = TOKENS_PER_LANE - 1; k >= 0; --k) {
-    decays.decay_from[first + k] = decay_from;
+    decays.tile_weight[first + k] = ptx::exp2(decay_from) * dt[k];
     decays.fold_weight[first + k] = expf(A * dt_after) * dt[k];
     dt_after += dt[k];
     decay_from += step[k];
   }
+  if (first == 0) chunk_decay = expf(A * dt_after);
 }
 
 }  // namespace replay

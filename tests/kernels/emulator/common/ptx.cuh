@@ -42,6 +42,7 @@ inline float reciprocal(float x) { return 1.0f / x; }
 inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 
 inline void make_opaque(uint32_t&) {}
+inline void make_opaque(uint64_t&) {}
 inline void make_opaque(uint16_t&) {}
 
 inline void check_alignment(const void* pointer, int bytes = 16) {
