@@ -2,8 +2,10 @@
 
 Torch's flash attention kernel reads them, each row at its own length. It reads the keys once for each query head, but
 once for a group of heads where a row has a single query, or queries that all see the same keys. So a window of a few
-tokens, whose queries all see what stands before it, attends to that as one query of many heads would, and to itself in
-plain operations; the two parts are weighed by the sums of their exponentials.
+tokens, whose queries all see what stands before it, attends to that without a mask, the queries of a group of heads as
+one, and to itself in plain operations; the two parts are weighed by the sums of their exponentials. Only for single
+queries does the kernel share out a row's keys among thread blocks, so each of few rows is one query of many heads;
+where rows are enough to keep the GPU busy, as many queries of one head are faster (docs/decisions.md).
 
 The kernel for sequences of different lengths takes keys as one tensor of rows [rows, heads, hd] with a first row and a
 length for each sequence. A cache [B, H, capacity, hd] is that, seen with strides: head h of sequence b starts at row
@@ -32,8 +34,9 @@ class FlashStep:
     """Where queries and keys are found and written; the same for all layers of a step.
 
     Attributes:
-        first_queries: [B + 1] int32, first query row of each sequence as the kernel gets them: in a window a group of
-            heads are queries of one head.
+        num_queries: of each sequence, as the kernel gets them: S, or of a window 1 (queries as heads) or S G (heads as
+            queries), with G query heads to a key head.
+        first_queries: [B + 1] int32, first of them of each sequence.
         first_keys: [B + 1] int32, first cache row of each sequence, of head 0.
         num_past: [B] int32, keys before the window.
         num_keys: [B] int32, keys that a sequence's last query may see.
@@ -42,6 +45,7 @@ class FlashStep:
         positions: [B, S] int64, the window's places in them.
     """
 
+    num_queries: int
     first_queries: torch.Tensor
     first_keys: torch.Tensor
     num_past: torch.Tensor
@@ -83,8 +87,13 @@ def flash_step(
     first = torch.where(has_slot, past_lengths, capacity).long()
     positions = first[:, None] + torch.arange(seq_len, device=device)
     num_past = torch.where(has_slot, past_lengths, 0)
+    num_queries = seq_len
+    if _is_window(seq_len):
+        # Unless the keys of a row are shared out, a row and key head is one thread block.
+        num_queries = 1 if num_rows * n_heads < _multiprocessors(device) else seq_len * group_size
     return FlashStep(
-        first_queries=numbers * (seq_len * group_size if _is_window(seq_len) else seq_len),
+        num_queries=num_queries,
+        first_queries=numbers * num_queries,
         first_keys=numbers * (n_heads * capacity),
         num_past=num_past,
         num_keys=(num_past + seq_len).clamp(max=capacity),
@@ -136,6 +145,10 @@ def _is_window(seq_len: int) -> bool:
     return 1 < seq_len <= _LONGEST_WINDOW
 
 
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
 def _attend_in_window(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -146,16 +159,22 @@ def _attend_in_window(
 ) -> torch.Tensor:
     num_rows, seq_len, _, width = query.shape
     n_kv_heads = key.shape[2]
-    # [B, S, Hkv, G, hd] -> [B, S G, Hkv, hd]: the queries of a group of heads as queries of one head.
     grouped = query.view(num_rows, seq_len, n_kv_heads, -1, width)
-    packed = grouped.transpose(2, 3).reshape(num_rows, -1, n_kv_heads, width)
+    # [B, Hkv, S G, hd], then as the kernel gets them: [B, 1, Hkv S G, hd] or [B, S G, Hkv, hd].
+    by_head = grouped.transpose(1, 2).flatten(2, 3)
+    are_heads = step.num_queries == 1
+    packed = by_head.flatten(1, 2)[:, None] if are_heads else by_head.transpose(1, 2).contiguous()
     past, log_sums = _flash(packed, caches, step, step.num_past, scale, is_causal=False)
-    shape = (num_rows, seq_len, -1, n_kv_heads, width)
-    # [Hkv, B S G] -> [B, S, Hkv, G]. In another order, by rows first, they would be as many, and wrong.
-    expected = (n_kv_heads, num_rows * packed.shape[1])
+    # In another order, by rows first, they would be as many, and wrong.
+    expected = (packed.shape[2], num_rows * packed.shape[1])
     assert log_sums.shape == expected, f"log sums: found {tuple(log_sums.shape)}; needed {expected}, heads by queries"
-    sums = log_sums.view(n_kv_heads, num_rows, seq_len, -1).permute(1, 2, 0, 3)
-    out = add_window(grouped, key, value, past.view(shape).transpose(2, 3), sums, step.num_past, scale)
+    if are_heads:
+        sums = log_sums.view(n_kv_heads, seq_len, -1, num_rows).permute(3, 1, 0, 2)
+    else:
+        past = past.transpose(1, 2)
+        sums = log_sums.view(n_kv_heads, num_rows, seq_len, -1).permute(1, 2, 0, 3)
+    past = past.reshape(num_rows, n_kv_heads, seq_len, -1, width).transpose(1, 2)
+    out = add_window(grouped, key, value, past, sums, step.num_past, scale)
     return out.reshape(query.shape)
 
 

@@ -121,19 +121,27 @@ def check(device: str, dtype: torch.dtype, width: int, seq_len: int, n_kv_heads:
     assert out.shape == query.shape and (out.cpu().double() - expected).abs().max() < tolerance
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.fixture(params=["few rows", "many rows"])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both layouts of a window: few rows for the GPU, their queries as heads; many, their heads as queries."""
+    count = 10**6 if request.param == "few rows" else 0
+    monkeypatch.setattr(flash, "_multiprocessors", lambda device: count)
+
+
+@pytest.mark.usefixtures("on_cpu", "rows")
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("seq_len", [1, 4, 9])
 def test_caches_are_read_where_they_are(seq_len: int, n_kv_heads: int) -> None:
     check("cpu", torch.float32, 16, seq_len, n_kv_heads, 1e-5)
 
 
+@pytest.mark.usefixtures("rows")
 def test_log_sums_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By rows, then heads, they are as many: read as heads by queries they would be others' numbers."""
 
     def kernel(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, log_sums = kernel_stand_in(*arguments, **options)
-        return out, torch.unflatten(log_sums, 1, (len(PAST), -1)).transpose(0, 1)
+        return out, log_sums.T
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
     with pytest.raises(AssertionError, match="heads by queries"):
@@ -141,6 +149,7 @@ def test_log_sums_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("seq_len", [1, 4, 9])
@@ -153,9 +162,21 @@ def test_a_row_without_a_slot_sees_its_own_window_alone() -> None:
     past = torch.tensor([7, 900], dtype=torch.int32)
     slot_ids = torch.tensor([0, -1], dtype=torch.int32)
     step = flash.flash_step(past, slot_ids, 2, torch.empty(2, 3, 50, 8), 9, 4)
+    assert step.num_queries == 8
     assert step.num_past.tolist() == [7, 0] and step.num_keys.tolist() == [9, 2] and step.longest == 9
     assert step.first_keys.tolist() == [0, 150, 300] and step.first_queries.tolist() == [0, 8, 16]
     assert step.positions.tolist() == [[7, 8], [49, 49]] and step.rows.tolist() == [[0], [1]]
+
+
+def test_keys_are_shared_out_where_rows_leave_multiprocessors_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_multiprocessors", lambda device: 132)
+
+    def num_queries(num_rows: int, seq_len: int) -> int:
+        lengths, cache = torch.zeros(num_rows, dtype=torch.int32), torch.empty(num_rows, 8, 0, 16)
+        return flash.flash_step(lengths, lengths, seq_len, cache, 99, 5).num_queries
+
+    assert num_queries(16, 4) == 1 and num_queries(17, 4) == 4 * 5
+    assert num_queries(1, 1) == 1 and num_queries(1, 9) == 9 and num_queries(99, 9) == 9  # no windows
 
 
 @pytest.mark.parametrize("past_of_padding", [0, 3, 900])
