@@ -27,6 +27,9 @@ from trtllm_replayssm.contract.geometry import AttentionGeometry
 _TYPES = (torch.float16, torch.bfloat16)
 # Of a verification step; a prompt's piece of so few tokens may run as one.
 _LONGEST_WINDOW = 8
+# Of a context from which sharing out a row's keys gains more than its second kernel costs, for half as many rows as
+# multiprocessors or more.
+_LONG_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def flash_step(
     num_queries = seq_len
     if _is_window(seq_len):
         # Unless the keys of a row are shared out, a row and key head is one thread block.
-        num_queries = 1 if num_rows * n_heads < _multiprocessors(device) else seq_len * group_size
+        enough = _multiprocessors(device) // (1 if key_length >= _LONG_CONTEXT else 2)
+        num_queries = 1 if num_rows * n_heads < enough else seq_len * group_size
     return FlashStep(
         num_queries=num_queries,
         first_queries=numbers * num_queries,

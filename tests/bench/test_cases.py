@@ -144,6 +144,10 @@ def test_prefills_are_cases_with_prompts() -> None:
 
 
 def test_states_so_small_that_launches_get_too_many_are_refused() -> None:
-    (case,) = make_cases(["1x16x32x1"], [1], ["float32"], [0], history=16)
-    with pytest.raises(ConfigError, match="Raise batch_sizes"):
-        cases.check_launches(case, 16 * cases.num_sets(2048))
+    """Before anything is measured, though the cases before would take minutes."""
+    with pytest.raises(ConfigError, match=r"1x16x32x1, bfloat16 state.*Raise batch_sizes"):
+        make_cases(["super120b", "1x16x32x1"], [1], ["bfloat16"], [0], history=16)
+
+
+def test_states_of_every_width_that_there_are_kernels_for_are_measured() -> None:
+    assert make_cases(["16x32x64x64"], [1], ["bfloat16"], [0], history=16, family="gdn")

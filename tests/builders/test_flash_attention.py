@@ -171,12 +171,13 @@ def test_a_row_without_a_slot_sees_its_own_window_alone() -> None:
 def test_keys_are_shared_out_where_rows_leave_multiprocessors_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_multiprocessors", lambda device: 132)
 
-    def num_queries(num_rows: int, seq_len: int) -> int:
+    def num_queries(num_rows: int, seq_len: int, key_length: int) -> int:
         lengths, cache = torch.zeros(num_rows, dtype=torch.int32), torch.empty(num_rows, 8, 0, 16)
-        return flash.flash_step(lengths, lengths, seq_len, cache, 99, 5).num_queries
+        return flash.flash_step(lengths, lengths, seq_len, cache, key_length, 5).num_queries
 
-    assert num_queries(16, 4) == 1 and num_queries(17, 4) == 4 * 5
-    assert num_queries(1, 1) == 1 and num_queries(1, 9) == 9 and num_queries(99, 9) == 9  # no windows
+    assert num_queries(16, 4, 4096) == 1 and num_queries(17, 4, 4096) == 4 * 5
+    assert num_queries(8, 4, 4095) == 1 and num_queries(9, 4, 4095) == 4 * 5
+    assert num_queries(1, 1, 99) == 1 and num_queries(1, 9, 99) == 9 and num_queries(99, 9, 4096) == 9  # no windows
 
 
 @pytest.mark.parametrize("past_of_padding", [0, 3, 900])

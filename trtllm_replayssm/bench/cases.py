@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from trtllm_replayssm.bench.shapes import SHAPES, Family, check_kernels, parse_shape
 from trtllm_replayssm.contract import defaults, flush_cycle, protocol
 from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, RecurrenceGeometry, ReplayGeometry, StateDtype
+from trtllm_replayssm.contract.memory import layer_checkpoint_bytes
 from trtllm_replayssm.errors import ConfigError
 from trtllm_replayssm.plugins.specializations import MAX_ROWS
 
@@ -30,7 +31,7 @@ _DRAWN_STEPS: Final = 16
 # Fewer are a step's window.
 _LEAST_PREFILL_TOKENS: Final = 16
 # Each takes some tens of microseconds to capture.
-_MOST_LAUNCHES: Final = 16384
+_MOST_LAUNCHES: Final = 65536
 
 
 class KernelCase(Frozen):
@@ -97,7 +98,7 @@ def make_cases(
         family: which recurrence.
 
     Raises:
-        ConfigError: a shape or type that cannot be read, or a batch size or window out of range.
+        ConfigError: a shape or type that cannot be read, a batch size or window out of range, or too small a shape.
         UnsupportedError: a shape or window for which there is no kernel.
     """
     combined = product(SHAPES[family] if shapes is None else shapes, state_dtypes, max_draft_lens, batch_sizes)
@@ -140,7 +141,11 @@ def _make_case(
     if not 1 <= batch_size <= MAX_ROWS:
         raise ConfigError(f"batch_sizes: found {batch_size}; needed 1 to {MAX_ROWS}.")
     check_kernels(geometry, replay, ACTIVATION_DTYPE)
-    return KernelCase(shape=shape, geometry=geometry, replay=replay, batch_size=batch_size)
+    case = KernelCase(shape=shape, geometry=geometry, replay=replay, batch_size=batch_size)
+    # Now, not when the cases before it have been measured.
+    sets = num_sets(batch_size * layer_checkpoint_bytes(geometry, state_dtype))
+    check_launches(case, sets * num_steps(replay))
+    return case
 
 
 def num_sets(bytes_per_set: int) -> int:

@@ -77,7 +77,6 @@ class ReplayStep:
         self.implementation = REPLAY[self._recurrence.name]
         self.num_sets = cases.num_sets(batch * layer_checkpoint_bytes(m, replay.state_dtype))
         self.num_steps = cases.num_steps(replay)
-        cases.check_launches(case, self.num_sets * self.num_steps)
         slots = self.num_sets * batch
         cursors = self._draw_cursors(replay, slots)
         self._flushes = cursors.flushes(replay)
