@@ -16,6 +16,7 @@ from trtllm_replayssm.cli.kv_cache_option import (
     TokensPerSnapshot,
 )
 from trtllm_replayssm.cli.model_options import CheckpointDir, Device
+from trtllm_replayssm.cli.scheduler_option import MaxPromptSteps
 from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SchedulerConfig
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
@@ -41,6 +42,7 @@ def command(
     max_queue_size: Annotated[
         int, typer.Option("--max_queue_size", help="Most sequences that wait for a slot; more get status 429.")
     ] = 512,
+    max_prompt_steps: MaxPromptSteps = None,
     max_concurrent_requests: Annotated[
         int, typer.Option("--max_concurrent_requests", help="Most HTTP requests at a time; more get status 503.")
     ] = 1024,
@@ -130,6 +132,7 @@ def command(
         device_cache_size=device_cache_size,
         host_cache_size=host_cache_size,
     )
+    scheduler = SchedulerConfig(max_queue_size=max_queue_size, **given(max_prompt_steps=max_prompt_steps))
     template = ChatTemplate.from_folder(folder, chat_template)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Taken before the model is read: an address that cannot be had is known at once.
@@ -144,7 +147,7 @@ def command(
             max_seq_len=max_seq_len,
             max_num_tokens=max_num_tokens,
             replay=ReplayConfig(**replay),
-            scheduler_config=SchedulerConfig(max_queue_size=max_queue_size),
+            scheduler_config=scheduler,
             kv_cache_config=cache,
             speculative_config=speculative_config(
                 speculative, max_draft_len, speculative_model, is_fixed=fixed_draft_len

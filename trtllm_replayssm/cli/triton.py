@@ -15,6 +15,7 @@ from trtllm_replayssm.cli.kv_cache_option import (
     TokensPerSnapshot,
 )
 from trtllm_replayssm.cli.model_options import CheckpointDir
+from trtllm_replayssm.cli.scheduler_option import MaxPromptSteps
 from trtllm_replayssm.cli.speculative_option import Source
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.wishes import given
@@ -70,6 +71,7 @@ def command(
     max_queue_size: Annotated[
         int | None, typer.Option("--max_queue_size", help="Most sequences that wait; further ones are refused.")
     ] = None,
+    max_prompt_steps: MaxPromptSteps = None,
     max_sequences: Annotated[
         int | None, typer.Option("--max_sequences", help="Most sequences that one request may ask for: 128.")
     ] = None,
@@ -124,6 +126,7 @@ def command(
         max_seq_len=max_seq_len,
         max_num_tokens=max_num_tokens,
         max_queue_size=max_queue_size,
+        max_prompt_steps=max_prompt_steps,
         max_sequences=max_sequences,
         enable_block_reuse=enable_block_reuse or None,
         tokens_per_block=tokens_per_block,

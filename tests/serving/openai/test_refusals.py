@@ -343,6 +343,8 @@ def test_the_shipped_model_has_no_chat_template_and_says_so(small: ServerProcess
         (["--api_key_file", str(MODEL / "model.safetensors")], "found no UTF-8 text; needed API keys, one a line"),
         (["--max_sequences", "0"], "max_sequences: found 0; needed greater than or equal to 1"),
         (["--host_cache_size", "9"], "host_cache_size: found without --enable_block_reuse; needed both or neither"),
+        (["--max_prompt_steps", "0"], "max_prompt_steps: found 0; needed greater than"),
+        (["--max_queue_size", "-1"], "max_queue_size: found -1; needed greater than or equal to 0"),
         (["--free_gpu_memory_fraction", "0"], "free_gpu_memory_fraction: found 0.0; needed greater than 0"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.serving.triton.conftest import MODEL
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.config import KvCacheConfig, SamplingParams
+from trtllm_replayssm.config import KvCacheConfig, SamplingParams, SchedulerConfig
 from trtllm_replayssm.errors import (
     CapacityError,
     CheckpointError,
@@ -174,6 +174,17 @@ def test_settings_are_read_from_text_and_written_to_it() -> None:
         ModelSettings.from_parameters({"engine_dir": "engine", "max_batch": "4"})
     with pytest.raises(ConfigError, match="max_draft_len: found without speculative"):
         ModelSettings(engine_dir="engine", max_draft_len=2).llm_options(Path(), "cpu")
+
+
+def test_the_scheduler_is_the_llms_own() -> None:
+    options = {"engine_dir": "e", "max_queue_size": "7", "max_prompt_steps": "3"}
+    settings = ModelSettings.from_parameters(options)
+    assert settings.parameters().items() >= options.items()
+    expected = SchedulerConfig(max_queue_size=7, max_prompt_steps=3)
+    assert settings.llm_options(Path(), "cpu")["scheduler_config"] == expected
+    assert ModelSettings(engine_dir="e").llm_options(Path(), "cpu")["scheduler_config"] == SchedulerConfig()
+    with pytest.raises(ConfigError, match="max_prompt_steps"):
+        ModelSettings.from_parameters({"engine_dir": "e", "max_prompt_steps": "0"})
 
 
 def test_the_cache_of_states_is_the_llms_own() -> None:

@@ -39,6 +39,7 @@ class ModelSettings(Frozen):
         max_seq_len: tokens of the longest sequence.
         max_num_tokens: tokens of the longest prompt piece of a step.
         max_queue_size: most requests that wait; further ones are refused with the status "unavailable".
+        max_prompt_steps: most pieces of prompts between two decode steps; None for ``SchedulerConfig``'s default.
         max_sequences: most sequences that one request may ask for.
         enable_block_reuse: whether prompts may start from the states of earlier ones that begin alike.
         tokens_per_block: of ``KvCacheConfig``, as the next four; None for its default.
@@ -66,6 +67,7 @@ class ModelSettings(Frozen):
     max_seq_len: int | None = Field(default=None, ge=1)
     max_num_tokens: int | None = Field(default=None, ge=1)
     max_queue_size: int | None = Field(default=None, ge=0)
+    max_prompt_steps: int | None = Field(default=None, ge=1)
     max_sequences: int = Field(default=128, ge=1)
     enable_block_reuse: bool = False
     tokens_per_block: int | None = Field(default=None, ge=1)
@@ -131,7 +133,9 @@ class ModelSettings(Frozen):
             "max_batch_size": self.max_batch_size,
             "max_seq_len": self.max_seq_len,
             "max_num_tokens": self.max_num_tokens,
-            "scheduler_config": SchedulerConfig(max_queue_size=self.max_queue_size),
+            "scheduler_config": SchedulerConfig(
+                **given(max_queue_size=self.max_queue_size, max_prompt_steps=self.max_prompt_steps)
+            ),
             "kv_cache_config": cache,
             "replay": ReplayConfig(**given(history=self.history, state_dtype=self.state_dtype)),
         }
