@@ -18,7 +18,7 @@ class Attention(nn.Module):
     """qkv -> norms, rotation -> cache rows c .. c+n-1 written -> attention over 0 .. c+s -> gate -> o_proj.
 
     Norms, rotation and gate are there where the geometry has them; the cached keys are normed and rotated.
-    States, in order: key_cache, value_cache; row i of a cache belongs to row i of the step.
+    States, in order: key_cache, value_cache; of all slots, or in an export of the rows of the step.
 
     Args:
         geometry: of the attention.
@@ -56,9 +56,10 @@ class Attention(nn.Module):
             out = onnx_ops.attention(query, key_cache, value_cache, step.attention_mask, self.scale)
         else:
             key_cache, value_cache = states
-            write_rows(key_cache, key, step)
-            write_rows(value_cache, value, step)
-            out = self._attend(query, key_cache, value_cache, count_finite(key, value), step)
+            key_rows, value_rows = map(step.rows_of, states)
+            write_rows(key_rows, key, step)
+            write_rows(value_rows, value, step)
+            out = self._attend(query, key_rows, value_rows, count_finite(key, value), step)
         out = out.transpose(1, 2).flatten(-2)
         if gate is not None:
             out = out * gate.sigmoid()

@@ -10,7 +10,7 @@ where rows are enough to keep the GPU busy, as many queries of one head are fast
 The kernel for sequences of different lengths takes keys as one tensor of rows [rows, heads, hd] with a first row and a
 length for each sequence. A cache [B, H, capacity, hd] is that, seen with strides: head h of sequence b starts at row
 ``(b H + h) capacity``, so the rows of head 0 lie ``hd`` apart and those of head h are reached by a stride of
-``capacity hd``.
+``capacity hd``. Which of them are a sequence's is found on the device, by its slot, so that a captured step serves any.
 
 The kernel weighs a masked value by zero, and 0 * NaN is NaN. So value caches start as zeros and never hold what is not
 finite: a token with such a key or value gets NaN as its key, which spoils exactly the tokens that see it, and zeros as
@@ -20,6 +20,7 @@ its value.
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from trtllm_replayssm.builders.layers.fused import fused_windows
 from trtllm_replayssm.contract.geometry import AttentionGeometry
@@ -40,11 +41,11 @@ class FlashStep:
         num_queries: of each sequence, as the kernel gets them: S, or of a window 1 (queries as heads) or S G (heads as
             queries), with G query heads to a key head.
         first_queries: [B + 1] int32, first of them of each sequence.
-        first_keys: [B + 1] int32, first cache row of each sequence, of head 0.
+        first_keys: [B + 1] int32, first cache row of each sequence, of head 0; the last number means nothing.
         num_past: [B] int32, keys before the window.
         num_keys: [B] int32, keys that a sequence's last query may see.
         longest: a host number that no row with a slot has more keys than.
-        rows: [B, 1] int64, the cache rows of the step.
+        rows: [B, 1] int64, whose cache each sequence has.
         positions: [B, S] int64, the window's places in them.
     """
 
@@ -75,18 +76,19 @@ def flash_step(
 
     Args:
         past_lengths: [B] int32.
-        slot_ids: [B] int32; a row without a slot sees its own window alone.
+        slot_ids: [B] int32; a row without a slot sees its own window alone, in the cache of its number.
         seq_len: window tokens S.
-        cache: [B, H, capacity, hd], any layer's.
+        cache: [slots, H, capacity, hd], any layer's.
         key_length: at least max(c) + S of the rows with a slot.
         group_size: query heads of each key head.
     """
-    num_rows, n_heads, capacity, _ = cache.shape
-    device = past_lengths.device
+    num_rows, device = len(past_lengths), past_lengths.device
+    _, n_heads, capacity, _ = cache.shape
     numbers = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     # A row without a slot may have any length, and its cache the tokens of a sequence that does not run in this step.
     # What it writes goes to the last place, where no token that is kept ever stands.
     has_slot = slot_ids >= 0
+    rows = torch.where(has_slot, slot_ids, numbers[:num_rows])
     first = torch.where(has_slot, past_lengths, capacity).long()
     positions = first[:, None] + torch.arange(seq_len, device=device)
     num_past = torch.where(has_slot, past_lengths, 0)
@@ -98,11 +100,12 @@ def flash_step(
     return FlashStep(
         num_queries=num_queries,
         first_queries=numbers * num_queries,
-        first_keys=numbers * (n_heads * capacity),
+        # The kernel reads where a sequence begins, and how long it is elsewhere.
+        first_keys=functional.pad(rows * (n_heads * capacity), (0, 1)),
         num_past=num_past,
         num_keys=(num_past + seq_len).clamp(max=capacity),
         longest=key_length,
-        rows=numbers[:num_rows, None].long(),
+        rows=rows[:, None].long(),
         positions=positions.clamp(max=capacity - 1),
     )
 
@@ -111,7 +114,7 @@ def write_window(cache: torch.Tensor, update: torch.Tensor, step: FlashStep) -> 
     """Write a whole window, valid or not: the rows behind a sequence's valid tokens belong to tokens to come.
 
     Args:
-        cache: [B, H, capacity, hd], in-out.
+        cache: [slots, H, capacity, hd], in-out.
         update: [B, S, H, hd].
         step: where.
     """
@@ -132,7 +135,7 @@ def attend(
         query: [B, S, Hq, hd].
         key: [B, S, Hkv, hd], the window's, which the caches hold already.
         value: as key.
-        caches: keys and values, [B, Hkv, capacity, hd] each.
+        caches: keys and values, [slots, Hkv, capacity, hd] each.
         step: the step's lengths.
         scale: of the products.
 

@@ -22,6 +22,7 @@ class Step:
         rotation: cosines and sines of the window's positions, [B, S, rotary_dim / 2] each; None without rotary
             position embedding.
         flash: what flash attention needs; None where it does not run.
+        first_slot: row i has the key/value caches of slot first_slot + i. Flash attention finds them by ``slot_ids``.
     """
 
     past_lengths: torch.Tensor
@@ -32,6 +33,11 @@ class Step:
     attention_mask: torch.Tensor | None
     rotation: tuple[torch.Tensor, torch.Tensor] | None
     flash: FlashStep | None = None
+    first_slot: int = 0
+
+    def rows_of(self, cache: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the step in a cache of all slots, without a copy."""
+        return cache[self.first_slot : self.first_slot + len(self.slot_ids)]
 
 
 def attention_mask(past_lengths: torch.Tensor, seq_len: int, key_length: int) -> torch.Tensor:

@@ -38,16 +38,22 @@ class Counters(NamedTuple):
 
 
 def make_step(
-    a: AttentionGeometry | None, cache: torch.Tensor | None, counters: Counters, seq_len: int, key_length: int | None
+    a: AttentionGeometry | None,
+    cache: torch.Tensor | None,
+    counters: Counters,
+    seq_len: int,
+    key_length: int | None,
+    first_slot: int,
 ) -> Step:
     """Make what the layers of one step share.
 
     Args:
         a: the attention, or None.
-        cache: the first key cache, [B, Hkv, capacity, hd]; None without attention layers.
+        cache: the first key cache, [slots, Hkv, capacity, hd]; None without attention layers.
         counters: of the step.
         seq_len: window tokens S.
         key_length: as for ``HybridModel.forward``.
+        first_slot: idem.
     """
     if cache is None or a is None:
         return Step(*counters, 0, None, None)
@@ -62,7 +68,8 @@ def make_step(
         group_size = a.n_query_heads // a.n_kv_heads
         flash = flash_step(past_lengths, counters.slot_ids, seq_len, cache, key_length, group_size)
         return Step(*counters, key_length, None, turn, flash)
-    return Step(*counters, key_length, attention_mask(past_lengths, seq_len, key_length), turn)
+    mask = attention_mask(past_lengths, seq_len, key_length)
+    return Step(*counters, key_length, mask, turn, first_slot=first_slot)
 
 
 class Layer(nn.Module):
@@ -124,6 +131,7 @@ class HybridModel(nn.Module):
         states: tuple[torch.Tensor, ...],
         key_length: int | None = None,
         logits: torch.Tensor | None = None,
+        first_slot: int = 0,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run one step: a decode or verification window (S <= T), or a prefill window (S > T).
 
@@ -138,12 +146,13 @@ class HybridModel(nn.Module):
             key_length: how many leading cache rows attention may have to read: at least max(c) + S. A host value;
                 None takes the least number on the CPU and the caches' capacity elsewhere (no host sync).
             logits: where to write the logits; None makes a tensor.
+            first_slot: row i has a slot of first_slot + i, or none; the key/value caches are found so.
 
         Returns:
             (logits [B, J, vocab_size] fp32, present states): the given states, updated in place.
         """
         counters = Counters(past_lengths, checkpoint_lengths, num_tokens, slot_ids)
-        hidden, present = self._run_layers(input_ids, counters, states, key_length)
+        hidden, present = self._run_layers(input_ids, counters, states, key_length, first_slot)
         return self._head(self.final_norm(gather_positions(hidden, logits_indices)), logits), present
 
     def forward_with_hidden_states(
@@ -152,6 +161,7 @@ class HybridModel(nn.Module):
         states: tuple[torch.Tensor, ...],
         key_length: int | None = None,
         logits: torch.Tensor | None = None,
+        first_slot: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run one step as ``forward`` does; ``step_inputs`` are its first six arguments.
 
@@ -159,7 +169,8 @@ class HybridModel(nn.Module):
             (logits, hidden states [B, S, d_model] behind the final norm, present states): of the hidden states a
             multi-token prediction head makes drafts.
         """
-        hidden, present = self._run_layers(step_inputs[0], Counters(*step_inputs[1:5]), states, key_length)
+        counters = Counters(*step_inputs[1:5])
+        hidden, present = self._run_layers(step_inputs[0], counters, states, key_length, first_slot)
         hidden = self.final_norm(hidden)
         return self._head(gather_positions(hidden, step_inputs[5]), logits), hidden, present
 
@@ -175,10 +186,11 @@ class HybridModel(nn.Module):
         counters: Counters,
         states: tuple[torch.Tensor, ...],
         key_length: int | None,
+        first_slot: int,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         assert len(states) == self.first_states[-1], f"needed {self.first_states[-1]} states, found {len(states)}"
         cache = None if self.first_cache is None else states[self.first_cache]
-        step = make_step(self.geometry.attention, cache, counters, input_ids.shape[1], key_length)
+        step = make_step(self.geometry.attention, cache, counters, input_ids.shape[1], key_length, first_slot)
         hidden = self.embedding(input_ids)
         present: list[torch.Tensor] = []
         for layer, (first, end) in zip(self.layers, pairwise(self.first_states), strict=True):

@@ -47,6 +47,7 @@ class MtpHead(nn.Module):
         slot_ids: torch.Tensor,
         states: tuple[torch.Tensor, ...],
         key_length: int | None = None,
+        first_slot: int = 0,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Run positions c .. c+S-1.
 
@@ -58,6 +59,7 @@ class MtpHead(nn.Module):
             slot_ids: [B] int32, -1 for a padding row.
             states: in-out, in the order of ``contract.tensors.mtp_state_specs``.
             key_length: as for ``HybridModel.forward``.
+            first_slot: idem.
 
         Returns:
             ([B, S, d_model] behind the head's final norm, present states): the given states, updated in place.
@@ -66,7 +68,7 @@ class MtpHead(nn.Module):
         hidden = self.projection(torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1))
         counters = Counters(past_lengths, past_lengths, num_tokens, slot_ids)
         cache = states[0] if states else None
-        step = make_step(self.geometry.attention, cache, counters, hidden.shape[1], key_length)
+        step = make_step(self.geometry.attention, cache, counters, hidden.shape[1], key_length, first_slot)
         present: list[torch.Tensor] = []
         for layer, (first, end) in zip(self.layers, pairwise(self.first_states), strict=True):
             hidden, updated = layer(hidden, step, states[first:end])

@@ -101,21 +101,19 @@ def expected_attention(
     return out
 
 
-PAST = [0, 9, 3, 21]
+PAST, SLOTS = [0, 9, 3, 21], [4, 1, 5, 2]
 
 
 def check(device: str, dtype: torch.dtype, width: int, seq_len: int, n_kv_heads: int, tolerance: float) -> None:
     capacity, n_heads = 30, 4
-    # A slice of a larger pool, as a prompt's slot is.
-    pools = [random(6, n_kv_heads, capacity, width, device=device, dtype=dtype) for _ in range(2)]
-    keys, values = (pool[1:5] for pool in pools)
+    keys, values = (random(6, n_kv_heads, capacity, width, device=device, dtype=dtype) for _ in range(2))
     query = random(4, seq_len, n_heads, width, device=device, dtype=dtype)
     past = torch.tensor(PAST, dtype=torch.int32, device=device)
-    for row, count in enumerate(PAST):
-        keys[row, :, count + seq_len :] = torch.nan  # of a slot's last owner: finite values, whatever keys
-    slot_ids = torch.arange(4, dtype=torch.int32, device=device)
+    for slot, count in zip(SLOTS, PAST, strict=True):
+        keys[slot, :, count + seq_len :] = torch.nan  # of a slot's last owner: finite values, whatever keys
+    slot_ids = torch.tensor(SLOTS, dtype=torch.int32, device=device)
     step = flash.flash_step(past, slot_ids, seq_len, keys, max(PAST) + seq_len, n_heads // n_kv_heads)
-    expected = expected_attention(query.cpu(), keys.cpu(), values.cpu(), PAST, width**-0.5)
+    expected = expected_attention(query.cpu(), keys[SLOTS].cpu(), values[SLOTS].cpu(), PAST, width**-0.5)
     own_keys, own_values = (cache[step.rows, :, step.positions].contiguous() for cache in (keys, values))
     out = flash.attend(query, own_keys, own_values, (keys, values), step, width**-0.5)
     assert out.shape == query.shape and (out.cpu().double() - expected).abs().max() < tolerance
@@ -164,8 +162,18 @@ def test_a_row_without_a_slot_sees_its_own_window_alone() -> None:
     step = flash.flash_step(past, slot_ids, 2, torch.empty(2, 3, 50, 8), 9, 4)
     assert step.num_queries == 8
     assert step.num_past.tolist() == [7, 0] and step.num_keys.tolist() == [9, 2] and step.longest == 9
-    assert step.first_keys.tolist() == [0, 150, 300] and step.first_queries.tolist() == [0, 8, 16]
+    assert step.first_keys.tolist()[:2] == [0, 150] and step.first_queries.tolist() == [0, 8, 16]
     assert step.positions.tolist() == [[7, 8], [49, 49]] and step.rows.tolist() == [[0], [1]]
+
+
+def test_a_row_has_the_cache_of_its_slot_and_writes_into_no_other() -> None:
+    slot_ids, past = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([3, -1, 0], [2, 4, 1]))
+    cache = torch.zeros(5, 2, 6, 4)
+    step = flash.flash_step(past, slot_ids, 2, cache, 9, 1)
+    assert step.first_keys.tolist()[:3] == [36, 12, 0] and step.rows.tolist() == [[3], [1], [0]]
+    flash.write_window(cache, torch.ones(3, 2, 2, 4), step)
+    written = cache[:, :, :, 0].nonzero()
+    assert {(slot, position) for slot, _, position in written.tolist()} == {(3, 2), (3, 3), (1, 5), (0, 1), (0, 2)}
 
 
 def test_keys_are_shared_out_where_rows_leave_multiprocessors_idle(monkeypatch: pytest.MonkeyPatch) -> None:

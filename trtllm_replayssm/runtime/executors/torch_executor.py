@@ -89,7 +89,7 @@ class TorchExecutor:
         return tuple(map(pools.State, self._specs, self._states))
 
     def step(self, inputs: StepInputs) -> StepOutputs:
-        """Run the module on the step's rows of the caches and on the whole state pools, in place."""
+        """Run the module on the pools and caches of all slots, in place."""
         with torch.inference_mode():
             found = None if self._graphs is None else self._graphs.step(inputs)
             return self._run(inputs, inputs.max_past_length + inputs.input_ids.shape[1]) if found is None else found
@@ -112,14 +112,11 @@ class TorchExecutor:
             del self._module
 
     def _run(self, inputs: StepInputs, key_length: int, logits: torch.Tensor | None = None) -> StepOutputs:
-        rows = slice(inputs.first_slot, inputs.first_slot + len(inputs.slot_ids))
-        states = tuple(
-            pool[rows] if spec.is_cache else pool for spec, pool in zip(self._specs, self._states, strict=True)
-        )
+        how = {"key_length": key_length, "logits": logits, "first_slot": inputs.first_slot}
         if self._returns_hidden_states:
-            step = self._module.forward_with_hidden_states(inputs.tensors(), states, key_length, logits)
+            step = self._module.forward_with_hidden_states(inputs.tensors(), self._states, **how)
             return StepOutputs(*step[:2])
-        found, _ = self._module(*inputs.tensors(), states, key_length=key_length, logits=logits)
+        found, _ = self._module(*inputs.tensors(), self._states, **how)
         return StepOutputs(found)
 
     def _sizes(self, config: CudaGraphConfig) -> StepSizes:

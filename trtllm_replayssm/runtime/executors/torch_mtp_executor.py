@@ -61,7 +61,7 @@ class TorchMtpExecutor(MtpExecutor):
         first_slot: int,
         key_length: int,
     ) -> torch.Tensor:
-        states = tuple(pool[first_slot : first_slot + len(embedded)] for _, pool in self.states)
+        states = tuple(pool for _, pool in self.states)
         out: torch.Tensor
-        out, _ = self._head(embedded, hidden, *counters, states, key_length)
+        out, _ = self._head(embedded, hidden, *counters, states, key_length, first_slot)
         return out
