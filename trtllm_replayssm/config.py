@@ -104,20 +104,22 @@ class KvCacheConfig(UserOptions):
 
 
 class CudaGraphConfig(UserOptions):
-    """Which decode steps of the torch executor are replayed as CUDA graphs.
+    """Which steps of the torch executor are replayed as CUDA graphs.
 
     Attributes:
         batch_sizes: rows to capture; None takes 1, 2, 4, 8 and then about four to every doubling.
         max_batch_size: without ``batch_sizes``, no step of more rows is captured; None takes the ``LLM``'s.
         enable_padding: run a step in the next larger size that is captured; False captures exact sizes alone.
-        warm_up: capture all batch sizes when the model is opened, for short sequences; False captures a size when a
-            step first has it.
+        warm_up: capture all sizes when the model is opened, for short sequences; False captures a size when a step
+            first has it.
+        max_prompt_tokens: longest prompt piece that is captured, at powers of two; 0 captures decode steps alone.
     """
 
     batch_sizes: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     max_batch_size: PositiveInt | None = None
     enable_padding: bool = True
     warm_up: bool = False
+    max_prompt_tokens: Annotated[int, Field(ge=0)] = defaults.MAX_CAPTURED_PROMPT
 
     @field_validator("batch_sizes", mode="before")
     @classmethod

@@ -69,10 +69,29 @@ def test_the_largest_step_is_a_long_prompt_or_a_wide_batch() -> None:
     assert step({"max_batch_size": 10**8}, eager).logits < 10**8 * step({"max_batch_size": 1}, eager).logits / 2
     # Captured steps keep their memory beside a prompt's.
     assert step({}, graphs).activations > step({}, eager).activations
+    # A captured prompt takes the same memory, and more where it has more tokens; none has more than a prompt's piece.
+    captured = [Execution(has_graphs=True, captured_prompt=tokens) for tokens in (5, 32, 33, 1024)]
+    few, more, whole, beyond = (step({"max_batch_size": 1}, how).activations for how in captured)
+    assert step({"max_batch_size": 1}, graphs).activations < few < more < whole == beyond
+    assert whole == 2 * step({"max_batch_size": 1}, eager).activations
+    assert step(batches, captured[-1]).activations == step(batches, graphs).activations
     # Flash attention makes nothing that is as long as the keys.
     long = {"max_seq_len": 10**6}
     assert step(long, flash).activations == step({}, flash).activations
     assert step(long, eager).activations > 1000 * step({}, eager).activations
+
+
+def test_prompts_are_captured_where_attention_finds_a_slots_cache_on_the_device() -> None:
+    def captured(pattern: str, dtype: str, device: str, longest: int | None) -> tuple[bool, int]:
+        geometry = tiny_geometry(pattern, dtype=dtype)
+        how = Execution.of_modules(geometry, device, is_conventional=False, captured_prompt=longest)
+        return how.has_graphs, how.captured_prompt
+
+    for pattern, dtype in (("M*-M", "bfloat16"), ("M-M", "bfloat16"), ("M-M", "float32")):
+        assert captured(pattern, dtype, "cuda", 70) == (True, 70)
+        assert captured(pattern, dtype, "cuda", 0) == (True, 0)
+        assert captured(pattern, dtype, "cuda", None) == captured(pattern, dtype, "cpu", 70) == (False, 0)
+    assert captured("M*-M", "float32", "cuda", 70) == (True, 0)
 
 
 def test_a_plan_beyond_the_memory_is_refused_with_the_numbers_before_anything_is_allocated() -> None:

@@ -90,7 +90,7 @@ def e2e(
         int, typer.Option("--max_num_tokens", help="Tokens of the longest prompt piece that runs in one step.")
     ] = defaults.MAX_NUM_TOKENS,
     cuda_graphs: Annotated[
-        bool, typer.Option("--cuda_graphs/--no-cuda_graphs", help="Replay decode steps as CUDA graphs.")
+        bool, typer.Option("--cuda_graphs/--no-cuda_graphs", help="Replay steps as CUDA graphs.")
     ] = True,
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Profile a few steady steps: where their time goes, by kernel.")

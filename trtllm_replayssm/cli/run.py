@@ -163,7 +163,7 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     eager: Annotated[
-        bool, typer.Option("--eager", help="Decode operation by operation on a GPU, without CUDA graphs.")
+        bool, typer.Option("--eager", help="Run operation by operation on a GPU, without CUDA graphs.")
     ] = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="Print what was counted, too.")] = False,
     memory: Annotated[

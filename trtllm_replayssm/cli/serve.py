@@ -98,7 +98,7 @@ def command(
     ] = "auto",
     device: Device = "auto",
     checkpoint_dir: CheckpointDir = None,
-    eager: Annotated[bool, typer.Option("--eager", help="Decode without CUDA graphs.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Run without CUDA graphs.")] = False,
 ) -> None:
     """Serve a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics."""
     try:

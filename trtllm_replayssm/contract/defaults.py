@@ -16,6 +16,8 @@ MAX_SEQ_LEN: Final = 4096
 # A prompt piece long enough to keep a GPU busy, short enough not to stall the other requests for long; a longer one
 # takes activation memory in proportion.
 MAX_NUM_TOKENS: Final = 2048
+# A prompt piece of more tokens keeps a GPU busy for as long as the host takes to start its operations, one by one.
+MAX_CAPTURED_PROMPT: Final = 1024
 # Pieces of prompts that may run between two decode steps. Each costs at least a launch of the whole model, as does a
 # decode step: a request waits for its next token as long as for so many steps, and a batch fills that much faster.
 MAX_PROMPT_STEPS: Final = 8

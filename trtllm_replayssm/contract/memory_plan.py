@@ -122,6 +122,7 @@ class Execution(Frozen):
         has_weights: the weights are allocated beside the rest; an engine may embed them.
         has_activations: so are the layers' tensors; TensorRT has its own.
         has_graphs: decode steps are captured, so that their memory is kept beside that of prompts.
+        captured_prompt: tokens of the longest piece of a prompt that is captured, in the same memory; 0 where none is.
         is_flash: attention runs in blocks on the caches as they are, without tensors of the keys' length.
         has_hidden_states: those of the largest step are kept beside the rest, for a multi-token prediction head.
     """
@@ -130,6 +131,7 @@ class Execution(Frozen):
     has_weights: bool = True
     has_activations: bool = True
     has_graphs: bool = False
+    captured_prompt: int = 0
     is_flash: bool = False
     has_hidden_states: bool = False
 
@@ -140,12 +142,27 @@ class Execution(Frozen):
 
     @classmethod
     def of_modules(
-        cls, geometry: ModelGeometry, device_type: str, *, is_conventional: bool, has_graphs: bool
+        cls, geometry: ModelGeometry, device_type: str, *, is_conventional: bool, captured_prompt: int | None
     ) -> "Execution":
-        """Return how the torch modules run on "cpu" or "cuda"; steps are captured on the latter alone."""
+        """Return how the torch modules run on "cpu" or "cuda"; steps are captured on the latter alone.
+
+        Args:
+            geometry: of the model.
+            device_type: "cpu" or "cuda".
+            is_conventional: whether the states are those of the conventional decode.
+            captured_prompt: as the attribute, where the model's prompts can be captured; None captures no step at all.
+        """
         a, is_cuda = geometry.attention, device_type == "cuda"
         is_flash = is_cuda and geometry.dtype != "float32" and a is not None and a.is_flash_width
-        return cls(is_conventional=is_conventional, has_graphs=has_graphs and is_cuda, is_flash=is_flash)
+        has_graphs = is_cuda and captured_prompt is not None
+        # A prompt runs in any slot, and only flash attention finds a slot's cache on the device.
+        can_move = is_flash or not geometry.layers_of(LayerType.ATTENTION)
+        return cls(
+            is_conventional=is_conventional,
+            has_graphs=has_graphs,
+            captured_prompt=(captured_prompt or 0) if has_graphs and can_move else 0,
+            is_flash=is_flash,
+        )
 
 
 def plan_memory(
@@ -165,6 +182,8 @@ def plan_memory(
     longest = max(limits.max_num_tokens, replay.window)
     prompt = activations(1, longest)
     decode = activations(limits.max_batch_size, replay.window)
+    # What graphs run in, one after the other; pieces that none is for run beside it.
+    captured = max(decode, activations(1, min(longest, execution.captured_prompt)))
     window_tokens = limits.max_batch_size * replay.window
     hidden_states = 0
     if execution.has_hidden_states:
@@ -178,7 +197,7 @@ def plan_memory(
         rings=by_kind.get("rings", 0),
         conv_rings=by_kind.get("conv_rings", 0),
         kv_caches=by_kind.get("kv_caches", 0),
-        activations=hidden_states + (prompt + decode if execution.has_graphs else max(prompt, decode)),
+        activations=hidden_states + (prompt + captured if execution.has_graphs else max(prompt, decode)),
         logits=logits * logit_bytes + min(logits, max(SAMPLED_LOGITS, geometry.vocab_size)) * _SAMPLING_BYTES,
     )
 

@@ -63,7 +63,7 @@ class LLM:
         speculative_config: where draft tokens come from; None decodes plainly.
         drafter: your own source of draft tokens, instead of ``speculative_config``.
         checkpoint_dir: where the weights are, for an engine folder that has none.
-        cuda_graph_config: which decode steps the torch executor replays as CUDA graphs on a GPU; None for none.
+        cuda_graph_config: which steps the torch executor replays as CUDA graphs on a GPU; None for none.
 
     Raises:
         ConfigError: contradictory or impossible options.

@@ -18,6 +18,7 @@ from trtllm_replayssm.errors import CheckpointError, ConfigError, ManifestError,
 from trtllm_replayssm.runtime import settings
 from trtllm_replayssm.runtime.capacity import available_bytes
 from trtllm_replayssm.runtime.executors.base import TORCH_EXECUTOR, Executor
+from trtllm_replayssm.runtime.executors.buckets import captured_prompt
 from trtllm_replayssm.runtime.executors.mtp_executor import MtpExecutor
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 from trtllm_replayssm.runtime.executors.torch_mtp_executor import TorchMtpExecutor
@@ -224,7 +225,7 @@ def planned_bytes(folder: Path, options: settings.Options) -> int:
     geometry = open_model_folder(folder, options.dtype).geometry
     chosen = settings.of_model(geometry, options)
     how = Execution.of_modules(
-        geometry, "cuda", is_conventional=False, has_graphs=options.cuda_graph_config is not None
+        geometry, "cuda", is_conventional=False, captured_prompt=captured_prompt(options.cuda_graph_config)
     )
     return plan_memory(geometry, chosen.replay, chosen.limits, how).total
 

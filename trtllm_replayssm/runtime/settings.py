@@ -13,6 +13,7 @@ from trtllm_replayssm.contract.memory_plan import Beside, Execution, largest_bat
 from trtllm_replayssm.errors import ConfigError, validation_text
 from trtllm_replayssm.plugins.history_choice import resolve_history
 from trtllm_replayssm.runtime.capacity import fitting_limits
+from trtllm_replayssm.runtime.executors.buckets import captured_prompt
 
 
 class Options(UserOptions):
@@ -26,7 +27,7 @@ class Options(UserOptions):
         replay: history, state type and mode.
         max_draft_len: most drafts of the chosen drafter; 0 without one.
         kv_cache_config: how much memory the states may take.
-        cuda_graph_config: which decode steps are replayed as CUDA graphs; None for none.
+        cuda_graph_config: which steps are replayed as CUDA graphs; None for none.
         returns_hidden_states: whether the drafter reads the model's hidden states.
     """
 
@@ -127,7 +128,10 @@ def _fitting(wanted: Settings, options: Options, available: int, beside: Beside 
 
     fraction = options.kv_cache_config.free_gpu_memory_fraction
     how = Execution.of_modules(
-        geometry, "cuda", is_conventional=not options.replay.enabled, has_graphs=options.cuda_graph_config is not None
+        geometry,
+        "cuda",
+        is_conventional=not options.replay.enabled,
+        captured_prompt=captured_prompt(options.cuda_graph_config),
     )
     return fitting_limits(
         wanted.limits, largest, is_batch_free=options.max_batch_size is None, is_length_free=options.max_seq_len is None

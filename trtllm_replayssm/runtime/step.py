@@ -125,10 +125,10 @@ class StepOutputs:
     logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
 
-    def first_rows(self, num_rows: int) -> "StepOutputs":
-        """Return the outputs of the first rows, without a copy: the others were padding."""
+    def first(self, num_rows: int, window: int) -> "StepOutputs":
+        """Return the outputs of the first rows and their first tokens, without a copy: the others were padding."""
         hidden = self.hidden_states
-        return StepOutputs(self.logits[:num_rows], None if hidden is None else hidden[:num_rows])
+        return StepOutputs(self.logits[:num_rows], None if hidden is None else hidden[:num_rows, :window])
 
 
 @dataclass(frozen=True)

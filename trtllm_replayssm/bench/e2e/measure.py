@@ -79,7 +79,7 @@ class Options(NamedTuple):
         drafter: where drafts come from at the serving level.
         max_num_tokens: tokens of the longest prompt piece.
         with_breakdown: profile a few steady steps.
-        with_graphs: replay decode steps as CUDA graphs.
+        with_graphs: replay steps as CUDA graphs.
         device: where.
         seed: of all random numbers.
     """

@@ -46,7 +46,7 @@ def open_mode(
         replay: history, window and state type.
         limits: slots and lengths.
         device: where.
-        cuda_graphs: which decode steps are replayed as CUDA graphs; None for none.
+        cuda_graphs: which steps are replayed as CUDA graphs; None for none.
 
     Raises:
         CapacityError: weights and states do not fit the device.

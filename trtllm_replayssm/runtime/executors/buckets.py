@@ -1,4 +1,4 @@
-"""The sizes that decode steps are captured at. A step runs in the smallest that holds it; the rest is padding."""
+"""The sizes that steps are captured at. A step runs in the smallest that holds it; the rest is padding."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from trtllm_replayssm.errors import ConfigError
 _SMALL_BATCHES = (1, 2, 4, 8)
 _BATCH_STEP = 8  # below this, matrix products take no less time
 _KEY_BLOCK = 512
+_SHORTEST_PROMPT = 32  # below it, too
 
 
 def batch_buckets(max_batch_size: int, config: CudaGraphConfig) -> tuple[int, ...]:
@@ -49,6 +50,25 @@ def key_length_buckets(capacity: int) -> tuple[int, ...]:
         lengths.append(length)
         length *= 2
     return (*lengths, capacity)
+
+
+def prompt_buckets(longest: int, window: int) -> tuple[int, ...]:
+    """Return the tokens of prompt pieces to capture, ascending: powers of two from 32 up to the longest, and that.
+
+    Args:
+        longest: tokens of the longest piece that is captured; 0 for none.
+        window: most tokens of a decode or verification window; what is no longer is no prompt's piece.
+    """
+    lengths, length = [], _SHORTEST_PROMPT
+    while length < longest:
+        lengths.append(length)
+        length *= 2
+    return tuple(length for length in (*lengths, longest) if length > window)
+
+
+def captured_prompt(config: CudaGraphConfig | None) -> int | None:
+    """Return the longest prompt piece that a configuration captures; None where it captures nothing at all."""
+    return None if config is None else config.max_prompt_tokens
 
 
 def bucket_of(buckets: Sequence[int], size: int) -> int | None:

@@ -1,13 +1,15 @@
-"""Decode and verification steps as CUDA graphs: captured at a few sizes, on padding, and replayed on a step's rows.
+"""Steps as CUDA graphs: captured at a few sizes, on padding, and replayed on a step's rows or on a prompt's tokens.
 
 A graph has its addresses inside. So each has input tensors of its own, which a step is copied into; what it does not
-fill stays padding, whose slot is -1. Capturing runs nothing, and the run before it, which compiles and loads kernels,
-has padding rows alone: a step that flushes runs once per ``advance``, in a replay. All graphs take their memory from
-one pool, for they run one after the other; what must outlive a replay, the logits, is outside of it.
+fill stays padding: rows whose slot is -1, tokens behind the ``num_tokens`` of their row. Capturing runs nothing, and
+the run before it, which compiles and loads kernels, has padding rows alone: a step that flushes runs once per
+``advance``, in a replay. All graphs take their memory from one pool, for they run one after the other; what must
+outlive a replay, the logits, is outside of it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -44,11 +46,18 @@ class GraphKey:
         num_rows: B.
         window: S.
         key_length: how many leading rows of the caches attention may read.
+        is_prompt: a piece of a prompt, of which the logits of one position are wanted instead of all.
     """
 
     num_rows: int
     window: int
     key_length: int
+    is_prompt: bool = False
+
+    @property
+    def num_positions(self) -> int:
+        """J."""
+        return 1 if self.is_prompt else self.window
 
 
 @dataclass(frozen=True)
@@ -60,26 +69,49 @@ class StepSizes:
         key_lengths: ascending, the last one the caches' capacity.
         window: most tokens of a decode or verification window, T.
         is_padding: whether a step may run in a size above its own.
+        prompt_lengths: tokens of prompt pieces, ascending, above the window.
     """
 
     batch_sizes: Sequence[int]
     key_lengths: Sequence[int]
     window: int
     is_padding: bool
+    prompt_lengths: Sequence[int] = ()
 
     def key_of(self, inputs: StepInputs) -> GraphKey | None:
-        """Return the graph for a step; None where none is for it, as for a prompt's pieces."""
+        """Return the graph for a step; None where none is for it."""
         num_rows, window = inputs.input_ids.shape
-        is_decode = inputs.first_slot == 0 and window <= self.window and inputs.logits_indices.shape[1] == window
+        if window > self.window:
+            return self._prompt_key_of(inputs)
+        is_decode = inputs.first_slot == 0 and inputs.logits_indices.shape[1] == window
         rows = bucket_of(self.batch_sizes, num_rows)
         length = bucket_of(self.key_lengths, min(inputs.max_past_length + window, self.key_lengths[-1]))
         if not is_decode or rows is None or length is None or not (self.is_padding or rows == num_rows):
             return None
         return GraphKey(rows, window, length)
 
+    def prompt_key(self, length: int) -> GraphKey:
+        """Return the graph for prompt pieces padded to a length.
+
+        There is one for all key lengths: the attention of so long windows reads a row's own keys, whatever is allowed.
+        """
+        return GraphKey(1, length, self.key_lengths[-1], is_prompt=True)
+
+    def _prompt_key_of(self, inputs: StepInputs) -> GraphKey | None:
+        num_rows, window = inputs.input_ids.shape
+        length = bucket_of(self.prompt_lengths, window)
+        is_one = num_rows == 1 and inputs.logits_indices.shape[1] == 1
+        if not is_one or length is None or not (self.is_padding or length == window):
+            return None
+        # Flash attention lets the last query see the last key, and counts back from there. Where the padding reached
+        # beyond the caches, each token would see keys that stand behind it.
+        if inputs.max_past_length + length > self.key_lengths[-1]:
+            return None
+        return self.prompt_key(length)
+
 
 class StaticInputs:
-    """The inputs of one graph: fixed addresses, rows of padding until they are filled.
+    """The inputs of one graph: fixed addresses, padding until they are filled.
 
     Args:
         key: sizes of the graph.
@@ -98,26 +130,31 @@ class StaticInputs:
             checkpoint_lengths=tensor(rows),
             num_tokens=tensor(rows),
             slot_ids=tensor(rows, value=PADDING_SLOT),
-            logits_indices=tensor(rows, window),
+            logits_indices=tensor(rows, key.num_positions),
             first_slot=0,
             max_past_length=key.key_length - window,
         )
-        self._num_filled = 0
+        self._filled = (0, 0)
 
     def fill(self, inputs: StepInputs) -> None:
-        """Take over a step's rows; the rows beyond them are padding, whatever they were before."""
-        num_rows = len(inputs.slot_ids)
-        torch._foreach_copy_([own[:num_rows] for own in self.inputs.tensors()], list(inputs.tensors()))
-        if num_rows < self._num_filled:
+        """Take over a step's rows; the rows and tokens beyond them are padding, whatever they were before."""
+        num_rows, window = inputs.input_ids.shape
+        own = [self.inputs.input_ids[:, :window], *self.inputs.tensors()[1:]]
+        torch._foreach_copy_([tensor[:num_rows] for tensor in own], list(inputs.tensors()))
+        filled_rows, filled_window = self._filled
+        if num_rows < filled_rows:
             # num_tokens and lengths of a row without a slot are not read.
-            self.inputs.slot_ids[num_rows : self._num_filled] = PADDING_SLOT
-        self._num_filled = num_rows
+            self.inputs.slot_ids[num_rows:filled_rows] = PADDING_SLOT
+        if window < filled_window:
+            # Not that it matters: no token that counts sees these.
+            self.inputs.input_ids[:, window:filled_window] = 0
+        self._filled = (num_rows, window)
 
 
 @dataclass(frozen=True)
 class _Captured:
     inputs: StaticInputs
-    outputs: StepOutputs
+    outputs: list[StepOutputs]  # one, of the run that was captured: a replay writes to its addresses
     replay: Callable[[], None]
 
 
@@ -165,27 +202,32 @@ class StepGraphs:
         found = self._captured[key]
         found.inputs.fill(inputs)
         found.replay()
-        return found.outputs.first_rows(len(inputs.slot_ids))
+        return found.outputs[0].first(*inputs.input_ids.shape)
 
     def warm_up(self) -> None:
-        """Capture plain and longest windows of all batch sizes, for the shortest sequences, largest sizes first."""
-        for num_rows in reversed(self._sizes.batch_sizes):
-            for window in sorted({1, self._sizes.window}, reverse=True):
-                key = GraphKey(num_rows, window, self._sizes.key_lengths[0])
-                if key not in self._captured:
-                    self._captured[key] = self._captured_at(key)
+        """Capture all prompt lengths, and plain and longest windows of all batch sizes for the shortest sequences.
+
+        The largest sizes come first, so that the others find room in their memory.
+        """
+        sizes = self._sizes
+        keys = [sizes.prompt_key(length) for length in reversed(sizes.prompt_lengths)]
+        for num_rows in reversed(sizes.batch_sizes):
+            keys += [GraphKey(num_rows, window, sizes.key_lengths[0]) for window in sorted({sizes.window, 1})[::-1]]
+        for key in keys:
+            if key not in self._captured:
+                self._captured[key] = self._captured_at(key)
 
     def _captured_at(self, key: GraphKey) -> _Captured:
         static = StaticInputs(key, self._device)
-        shape = (key.num_rows, key.window, self._vocab_size)
-        logits = self._logits[: key.num_rows * key.window * self._vocab_size].view(shape)
+        shape = (key.num_rows, key.num_positions, self._vocab_size)
+        logits = self._logits[: prod(shape)].view(shape)
         outputs: list[StepOutputs] = []
 
         def run() -> None:
             outputs[:] = [self._run(static.inputs, key.key_length, logits)]
 
         replay = self._capture(run)
-        return _Captured(static, outputs[0], replay)
+        return _Captured(static, outputs, replay)
 
 
 class CudaCapture:
@@ -221,6 +263,6 @@ class CudaCapture:
             except RuntimeError as error:
                 raise BackendError(
                     f"CUDA graph: found a step that cannot be captured ({error}); needed one without allocations and "
-                    f"waits of its own. Decode without graphs: cuda_graph_config=None."
+                    f"waits of its own. Run without graphs: cuda_graph_config=None."
                 ) from error
         return graph.replay

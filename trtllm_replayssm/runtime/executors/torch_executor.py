@@ -12,7 +12,12 @@ from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
 from trtllm_replayssm.contract.tensors import state_specs
 from trtllm_replayssm.runtime import pools
 from trtllm_replayssm.runtime.capacity import check_memory
-from trtllm_replayssm.runtime.executors.buckets import batch_buckets, key_length_buckets
+from trtllm_replayssm.runtime.executors.buckets import (
+    batch_buckets,
+    captured_prompt,
+    key_length_buckets,
+    prompt_buckets,
+)
 from trtllm_replayssm.runtime.executors.step_graphs import StepGraphs, StepSizes
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
@@ -29,8 +34,8 @@ class TorchExecutor:
         load_weights: device -> the tensors of ``contract.tensors.weight_specs``; called once the memory plan fits.
         device: "cpu" or "cuda".
         conventional: rewrite the recurrent state for every token, for comparison.
-        cuda_graphs: which decode steps are captured as CUDA graphs; None runs all of them operation by operation, as
-            on the CPU.
+        cuda_graphs: which steps are captured as CUDA graphs; None runs all of them operation by operation, as on the
+            CPU.
         returns_hidden_states: let ``step`` return them as well.
 
     Raises:
@@ -62,8 +67,9 @@ class TorchExecutor:
             specializations(geometry, replay)  # refuses a shape without kernels now rather than at the first step
         self._specs = state_specs(geometry, replay, limits, conventional=conventional)
         how = Execution.of_modules(
-            geometry, device.type, is_conventional=conventional, has_graphs=cuda_graphs is not None
+            geometry, device.type, is_conventional=conventional, captured_prompt=captured_prompt(cuda_graphs)
         )
+        self._captured_prompt = how.captured_prompt
         self.memory_plan = plan_memory(geometry, replay, limits, how)
         check_memory(self.memory_plan, device)
         with torch.device("meta"):
@@ -112,11 +118,11 @@ class TorchExecutor:
             del self._module
 
     def _run(self, inputs: StepInputs, key_length: int, logits: torch.Tensor | None = None) -> StepOutputs:
-        how = {"key_length": key_length, "logits": logits, "first_slot": inputs.first_slot}
+        how = (self._states, key_length, logits, inputs.first_slot)
         if self._returns_hidden_states:
-            step = self._module.forward_with_hidden_states(inputs.tensors(), self._states, **how)
+            step = self._module.forward_with_hidden_states(inputs.tensors(), *how)
             return StepOutputs(*step[:2])
-        found, _ = self._module(*inputs.tensors(), self._states, **how)
+        found, _ = self._module(*inputs.tensors(), *how)
         return StepOutputs(found)
 
     def _sizes(self, config: CudaGraphConfig) -> StepSizes:
@@ -126,6 +132,7 @@ class TorchExecutor:
             key_length_buckets(self.limits.kv_capacity(window)),
             window,
             config.enable_padding,
+            prompt_buckets(min(self._captured_prompt, self.limits.max_num_tokens), window),
         )
 
     @torch.inference_mode()
