@@ -156,6 +156,18 @@ def test_the_fastest_setting_that_runs_is_taken_and_remembered(tmp_path: Path) -
             Choices("A card", nowhere)
 
 
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("max_draft_len", [0, 3])
+def test_a_setting_of_a_file_is_launched_as_one_that_was_searched(max_draft_len: int, tmp_path: Path) -> None:
+    """The file sorts the names; a library that takes values by their place would take warps for columns."""
+    case, path = make_case(max_draft_len=max_draft_len), tmp_path / "settings.json"
+    for step in steps(case):
+        for setting in step.settings:
+            Choices("A card", path).put(step.implementation, case, setting)
+            tune(step, case, lambda workload: pytest.fail("it was searched"), Choices("A card", path))
+            assert list(step.setting.items()) == list(setting.items())
+
+
 def timed_by_bytes(workload: Workload) -> Timing:
     return Timing(workload.traffic.total / 4e12, 0.0)
 

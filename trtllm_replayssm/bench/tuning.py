@@ -84,7 +84,8 @@ def tune(workload: Tunable, case: KernelCase, time: Callable[[Workload], Timing]
     """
     known = choices.get(workload.implementation, case)
     if known in workload.settings:
-        workload.setting = known
+        # The list's own: a file has the names in another order, and some libraries take the values by their place.
+        workload.setting = workload.settings[workload.settings.index(known)]
         return
     failure: Exception | None = None
     found: list[tuple[float, int]] = []
