@@ -93,8 +93,8 @@ def test_the_rows_that_a_peer_wins_are_all_named() -> None:
         beside = [table for table in tables(f"{family} decode and verification") if len(table[0]) > 8]
         assert len(beside) == 1
         for shape, state, window, batch, _, ours, *peers in beside[0]:
-            best = min(float(us) for us in peers if us != "-") if set(peers) != {"-"} else float("inf")
+            best = min(float(us.strip("*")) for us in peers if us != "-")
             if float(ours.strip("*")) >= best:
                 lost.add((shape, state, window, batch))
-    assert lost == {("nano30b", "bfloat16", "1", "1"), ("super120b", "bfloat16", "1", "1")}
-    assert "Ours is the fastest of all in every row but two" in " ".join(DOCUMENT.split())
+    assert lost == {("super120b", "bfloat16", "1", "1"), ("qwen9b", "bfloat16", "1", "1")}
+    assert " ".join(DOCUMENT.split()).count("Ours is the fastest of all in every row but one") == 2
