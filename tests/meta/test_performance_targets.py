@@ -98,3 +98,22 @@ def test_the_rows_that_a_peer_wins_are_all_named() -> None:
                 lost.add((shape, state, window, batch))
     assert lost == {("super120b", "bfloat16", "1", "1"), ("qwen9b", "bfloat16", "1", "1")}
     assert " ".join(DOCUMENT.split()).count("Ours is the fastest of all in every row but one") == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_row_beside_the_best_conventional_kernel_is_as_measured(family: str) -> None:
+    """Ours over theirs at batch 1 and T = 1: the row of targets has the numbers of the table beside peers."""
+    (beside,) = (table for table in tables(f"{family} decode and verification") if len(table[0]) > 8)
+    (row,) = (row for row in tables("Targets")[2] if row[0].startswith(f"{family} at batch 1"))
+    said = {
+        (shape, state): pair
+        for shape, *pairs in re.findall(r"(\w+) ([\d.]+ / [\d.]+)[ a-z\d]*, ([\d.]+ / [\d.]+)", row[1])
+        for state, pair in zip(("float32", "bfloat16"), pairs, strict=True)
+    }
+    measured_pairs = {}
+    for shape, state, window, batch, _, ours, *peers in beside:
+        if (window, batch) == ("1", "1"):
+            # The last two columns replay.
+            best = min((us for us in peers[:3] if us != "-"), key=float)
+            measured_pairs[shape, state] = f"{ours.strip('*')} / {best}"
+    assert said == measured_pairs and len(said) == 6
