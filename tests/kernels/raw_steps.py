@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests import tolerances
 from tests.cases import Mamba2Case
-from tests.ops.driver import POISON, bits, int32
+from tests.ops.driver import POISON, bits, int32, relative_error
 from tests.ops.mamba2_driver import make_pools, make_weights
+from trtllm_replayssm import ops
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.plugins.layouts import split_projection
 
@@ -104,3 +106,44 @@ def assert_same_bits(found: Any, y: Tensor, expected: Any, expected_y: Tensor) -
     assert torch.equal(bits(y), bits(expected_y))
     for name in POOLS:
         assert torch.equal(bits(found[name]), bits(expected[name])), name
+
+
+def live_with_conv(case: Mamba2Case, device: str, run: Callable[..., Tensor]) -> None:
+    """Two slots from their first token past flushes of each, with rejections, beside the op on the CPU.
+
+    Args:
+        case: constants.
+        device: of the tensors that ``run`` gets; their pools are memory as it was allocated.
+        run: ``ops.mamba2_with_conv``, or what stands for it.
+    """
+    T, generator = case.window, torch.Generator().manual_seed(3)
+    constants = {"history": case.history, "max_draft_len": case.max_draft_len}
+    conv_dim = case.n_heads * case.head_dim + 2 * case.n_groups * case.d_state
+    ring = torch.full((2, protocol.min_conv_ring_rows(TAPS, case.max_draft_len), conv_dim), torch.nan)
+    dead = make_pools(case, 2, "cpu") | {"conv_ring": ring.to(case.activation_dtype)}
+    fresh = {name: torch.empty_like(pool, device=device) for name, pool in dead.items()}
+    weights = make_weights(case, 3)
+    taps = torch.randn(conv_dim, TAPS + 1, generator=generator).to(case.activation_dtype)
+    weights |= {"conv_weight": taps[:, 1:].contiguous(), "conv_bias": taps[:, 0].contiguous()}
+    slots, past, checkpoint, flushes = [1, -1, 0], [0, 0], [0, 0], 0
+    for step in range(2 * case.history + 3):
+        num_tokens = [T, T, 1 + step % T]
+        inputs = {
+            "xBC": torch.randn(3, T, conv_dim, generator=generator).to(case.activation_dtype),
+            "dt": torch.randn(3, T, case.n_heads, generator=generator).to(case.dt_dtype),
+            "past_lengths": int32([past[slot] for slot in slots]),
+            "checkpoint_lengths": int32([checkpoint[slot] for slot in slots]),
+            "num_tokens": int32(num_tokens),
+            "slot_ids": int32(slots),
+        }
+        expected = ops.mamba2_with_conv(**inputs, **weights, **dead, **constants)
+        on_device = {name: tensor.to(device) for name, tensor in (inputs | weights).items()}
+        y = run(**on_device, **fresh, **constants)
+        # Convolved x, B and C are rounded in between, where sums of another order may fall the other way.
+        assert relative_error(y, expected.double().numpy()) <= 3 * tolerances.HALF_ULP[case.activation]
+        for slot, n in zip(slots, num_tokens, strict=True):
+            if slot >= 0:
+                flushes += protocol.needs_flush(past[slot], checkpoint[slot], **constants)
+                kept = n - step % n
+                past[slot], checkpoint[slot] = protocol.advance(past[slot], checkpoint[slot], kept, **constants)
+    assert flushes >= 4

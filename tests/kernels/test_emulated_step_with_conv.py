@@ -7,7 +7,7 @@ import pytest
 
 from tests.cases import Mamba2Case
 from tests.kernels.emulation import EmulationError, Emulator
-from tests.kernels.raw_steps import assert_same_bits, random_step, run_in_turn, with_own_pools
+from tests.kernels.raw_steps import assert_same_bits, live_with_conv, random_step, run_in_turn, with_own_pools
 from trtllm_replayssm.plugins.build import SOURCE_DIR
 
 CASES = (
@@ -35,6 +35,11 @@ def test_it_gives_the_bits_of_convolution_and_step(
 ) -> None:
     emulator = Emulator(is_descending=is_descending, num_multiprocessors=num_multiprocessors)
     require_the_bits_of_both(case, emulator, seed=num_multiprocessors, has_bias=not is_descending)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_slots_live_from_their_first_token_on(case: Mamba2Case) -> None:
+    live_with_conv(case, "cpu", Emulator(num_multiprocessors=3).mamba2_with_conv)
 
 
 CONVOLUTION = "mamba2/pipeline/convolution.cuh"

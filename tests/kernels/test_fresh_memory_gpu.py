@@ -7,11 +7,13 @@ so that a checker sees every read of memory that the protocol calls dead.
 import pytest
 import torch
 
-from tests.cases import ALL_CASES, CONV_DEVICE_CASES, DTYPES, ReplayCase
+from tests.cases import ALL_CASES, CONV_DEVICE_CASES, DTYPES, Mamba2Case, ReplayCase
+from tests.kernels.raw_steps import live_with_conv
 from tests.kernels.test_chunked_delta_prefill import WIDE
 from tests.ops.driver import Row, live
 from tests.ops.drivers import replayed
 from tests.ops.test_causal_conv1d import ConvDriver
+from trtllm_replayssm import ops
 
 pytestmark = pytest.mark.gpu
 
@@ -54,3 +56,12 @@ def test_a_convolution_lives_in_fresh_memory(channels: int, d_conv: int, dtype: 
         kept = 1 if seq_len <= 4 else seq_len  # the rows of a longer window have overwritten what a rejection needs
         driver.run([Row(1, num_tokens, num_tokens), Row(-1, seq_len, 0), Row(0, seq_len, kept)], seq_len)
     driver.assert_within_bound()
+
+
+# Two chunks for each multiprocessor at most: one launch on a GPU with bulk copies.
+CONVOLVING = [case for case in ALL_CASES if case.name in ("nemotron_3-T4", "P80-decode-state_bf16")]
+
+
+@pytest.mark.parametrize("case", CONVOLVING, ids=lambda case: case.name)
+def test_a_step_that_convolves_lives_in_fresh_memory(case: Mamba2Case) -> None:
+    live_with_conv(case, "cuda", ops.mamba2_with_conv)
