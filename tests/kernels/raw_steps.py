@@ -117,18 +117,18 @@ def live_with_conv(case: Mamba2Case, device: str, run: Callable[..., Tensor]) ->
         run: ``ops.mamba2_with_conv``, or what stands for it.
     """
     T, generator = case.window, torch.Generator().manual_seed(3)
-    constants = {"history": case.history, "max_draft_len": case.max_draft_len}
+    constants: dict[str, Any] = {"history": case.history, "max_draft_len": case.max_draft_len}
     conv_dim = case.n_heads * case.head_dim + 2 * case.n_groups * case.d_state
     ring = torch.full((2, protocol.min_conv_ring_rows(TAPS, case.max_draft_len), conv_dim), torch.nan)
-    dead = make_pools(case, 2, "cpu") | {"conv_ring": ring.to(case.activation_dtype)}
+    dead: dict[str, Any] = make_pools(case, 2, "cpu") | {"conv_ring": ring.to(case.activation_dtype)}
     fresh = {name: torch.empty_like(pool, device=device) for name, pool in dead.items()}
-    weights = make_weights(case, 3)
+    weights: dict[str, Any] = make_weights(case, 3)
     taps = torch.randn(conv_dim, TAPS + 1, generator=generator).to(case.activation_dtype)
     weights |= {"conv_weight": taps[:, 1:].contiguous(), "conv_bias": taps[:, 0].contiguous()}
     slots, past, checkpoint, flushes = [1, -1, 0], [0, 0], [0, 0], 0
     for step in range(2 * case.history + 3):
         num_tokens = [T, T, 1 + step % T]
-        inputs = {
+        inputs: dict[str, Any] = {
             "xBC": torch.randn(3, T, conv_dim, generator=generator).to(case.activation_dtype),
             "dt": torch.randn(3, T, case.n_heads, generator=generator).to(case.dt_dtype),
             "past_lengths": int32([past[slot] for slot in slots]),
