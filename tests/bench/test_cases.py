@@ -7,7 +7,7 @@ import pytest
 
 from trtllm_replayssm.bench import cases
 from trtllm_replayssm.bench.cases import BYTES_BETWEEN_USES, draw_cursors, make_cases, make_prefill_cases
-from trtllm_replayssm.bench.shapes import GATED_DELTA_NET, parse_shape
+from trtllm_replayssm.bench.shapes import GATED_DELTA_NET, Family, parse_shape
 from trtllm_replayssm.builders.checkpoint.hf_config import parse_hf_config, read_json
 from trtllm_replayssm.contract import flush_cycle, protocol
 from trtllm_replayssm.contract.geometry import GatedDeltaNetGeometry, Mamba2Geometry, ReplayGeometry
@@ -147,6 +147,21 @@ def test_states_so_small_that_launches_get_too_many_are_refused() -> None:
     """Before anything is measured, though the cases before would take minutes."""
     with pytest.raises(ConfigError, match=r"1x16x32x1, bfloat16 state.*Raise batch_sizes"):
         make_cases(["super120b", "1x16x32x1"], [1], ["bfloat16"], [0], history=16)
+
+
+def test_convolutions_of_too_few_channels_are_refused_with_their_steps() -> None:
+    """They come after all steps: the refusal would cost what these took."""
+    with pytest.raises(ConfigError, match=r"1x48x32x1.*Raise batch_sizes"):
+        make_cases(["1x48x32x1"], [1], ["float32"], [0], history=1)
+
+
+@pytest.mark.parametrize(("shape", "family"), [("1x16x32x1", "mamba2"), ("1x1x32x32", "gdn")])
+def test_prefills_are_not_refused_for_what_steps_of_so_few_rows_would_take(shape: str, family: Family) -> None:
+    """They need a launch for each set, not one for each step of a flush cycle; their batches are others, too."""
+    make_cases([shape], [512], ["float32"], [0], history=16, family=family)
+    with pytest.raises(ConfigError, match="launches"):
+        make_cases([shape], [1], ["float32"], [0], history=16, family=family)
+    assert len(make_prefill_cases([shape], [1, 8], ["float32"], history=16, family=family)) == 2
 
 
 def test_states_of_every_width_that_there_are_kernels_for_are_measured() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_replayssm.bench.shapes import SHAPES, Family, check_kernels, parse_shape
-from trtllm_replayssm.contract import defaults, flush_cycle, protocol
+from trtllm_replayssm.contract import defaults, flush_cycle, protocol, traffic
 from trtllm_replayssm.contract.geometry import ActivationDtype, Frozen, RecurrenceGeometry, ReplayGeometry, StateDtype
 from trtllm_replayssm.contract.memory import layer_checkpoint_bytes
 from trtllm_replayssm.errors import ConfigError
@@ -101,8 +101,11 @@ def make_cases(
         ConfigError: a shape or type that cannot be read, a batch size or window out of range, or too small a shape.
         UnsupportedError: a shape or window for which there is no kernel.
     """
-    combined = product(SHAPES[family] if shapes is None else shapes, state_dtypes, max_draft_lens, batch_sizes)
-    return tuple(_make_case(*values, history=history, family=family) for values in dict.fromkeys(combined))
+    made = _combine(shapes, batch_sizes, state_dtypes, max_draft_lens, history=history, family=family)
+    for case in made:  # now, not when the cases before it have been measured
+        check_launches(case, step_sets(case) * num_steps(case.replay))
+        check_launches(case, conv_sets(case))
+    return made
 
 
 def make_prefill_cases(
@@ -126,8 +129,21 @@ def make_prefill_cases(
         raise ConfigError(
             f"prefill_tokens: found {tokens}; needed {_LEAST_PREFILL_TOKENS} or more, or 0 to leave the prefill out."
         )
-    steps = make_cases(shapes, batch_sizes, state_dtypes, (0,), history=history, family=family)
-    return tuple(case.model_copy(update={"prefill_tokens": tokens}) for case in steps)
+    made = _combine(shapes, batch_sizes, state_dtypes, (0,), history=history, family=family)
+    return tuple(case.model_copy(update={"prefill_tokens": tokens}) for case in made)
+
+
+def _combine(
+    shapes: Sequence[str] | None,
+    batch_sizes: Sequence[int],
+    state_dtypes: Sequence[str],
+    max_draft_lens: Sequence[int],
+    *,
+    history: int,
+    family: Family,
+) -> tuple[KernelCase, ...]:
+    combined = product(SHAPES[family] if shapes is None else shapes, state_dtypes, max_draft_lens, batch_sizes)
+    return tuple(_make_case(*values, history=history, family=family) for values in dict.fromkeys(combined))
 
 
 def _make_case(
@@ -141,16 +157,23 @@ def _make_case(
     if not 1 <= batch_size <= MAX_ROWS:
         raise ConfigError(f"batch_sizes: found {batch_size}; needed 1 to {MAX_ROWS}.")
     check_kernels(geometry, replay, ACTIVATION_DTYPE)
-    case = KernelCase(shape=shape, geometry=geometry, replay=replay, batch_size=batch_size)
-    # Now, not when the cases before it have been measured.
-    sets = num_sets(batch_size * layer_checkpoint_bytes(geometry, state_dtype))
-    check_launches(case, sets * num_steps(replay))
-    return case
+    return KernelCase(shape=shape, geometry=geometry, replay=replay, batch_size=batch_size)
 
 
 def num_sets(bytes_per_set: int) -> int:
     """Return over how many disjoint sets launches rotate: the others hold at least ``BYTES_BETWEEN_USES``."""
     return 1 + -(-BYTES_BETWEEN_USES // bytes_per_set)
+
+
+def step_sets(case: KernelCase) -> int:
+    """Return the sets of a step, in which the states are what is large."""
+    return num_sets(case.batch_size * layer_checkpoint_bytes(case.geometry, case.replay.state_dtype))
+
+
+def conv_sets(case: KernelCase) -> int:
+    """Return the sets of a step of the convolution: no state is large there, all that a launch touches counts."""
+    moved = traffic.conv_bytes(case.geometry, case.replay.window, ACTIVATION_DTYPE, batch_size=case.batch_size)
+    return num_sets(int(moved.total))
 
 
 def num_steps(replay: ReplayGeometry) -> int:

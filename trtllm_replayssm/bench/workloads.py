@@ -28,7 +28,6 @@ from trtllm_replayssm.bench.recurrences import ACTIVATION, Packed, normal, recur
 from trtllm_replayssm.bench.report import REPLAY, Kind
 from trtllm_replayssm.contract import traffic
 from trtllm_replayssm.contract.geometry import ReplayGeometry
-from trtllm_replayssm.contract.memory import layer_checkpoint_bytes
 from trtllm_replayssm.plugins import launch
 
 _GATE_ROWS = 4
@@ -75,7 +74,7 @@ class ReplayStep:
         self._case = case
         self._recurrence = recurrence_of(m)
         self.implementation = REPLAY[self._recurrence.name]
-        self.num_sets = cases.num_sets(batch * layer_checkpoint_bytes(m, replay.state_dtype))
+        self.num_sets = cases.step_sets(case)
         self.num_steps = cases.num_steps(replay)
         slots = self.num_sets * batch
         cursors = self._draw_cursors(replay, slots)
@@ -171,10 +170,8 @@ class CausalConv1dStep:
         m, replay, batch = case.geometry, case.replay, case.batch_size
         self._case = case
         self.traffic = traffic.conv_bytes(m, replay.window, cases.ACTIVATION_DTYPE, batch_size=batch)
-        # No state is large here: what lies between two uses is all that the launches in between touch.
-        self.num_sets = cases.num_sets(int(self.traffic.total))
+        self.num_sets = cases.conv_sets(case)
         self.num_steps = -(-_LEAST_CONV_LAUNCHES // self.num_sets)
-        cases.check_launches(case, self.num_sets * self.num_steps)
         slots = self.num_sets * batch
         packed = normal((self.num_sets, batch, replay.window, m.d_in_proj), ACTIVATION, device)
         self._x = recurrence_of(m).conv_input(packed)

@@ -28,7 +28,7 @@ from trtllm_replayssm.bench.report import Kind
 from trtllm_replayssm.bench.tuning import SHIPPED, Setting
 from trtllm_replayssm.contract import traffic
 from trtllm_replayssm.contract.geometry import ReplayGeometry
-from trtllm_replayssm.contract.memory import layer_checkpoint_bytes, layer_ring_row_bytes
+from trtllm_replayssm.contract.memory import layer_ring_row_bytes
 from trtllm_replayssm.ops.dtypes import torch_dtype
 
 
@@ -167,7 +167,7 @@ class PeerStep(ABC):
     def __init__(self, case: KernelCase, device: torch.device) -> None:
         m, batch = case.geometry, case.batch_size
         self.case, self.device, self.setting = case, device, SHIPPED
-        self.num_sets = cases.num_sets(batch * layer_checkpoint_bytes(m, case.replay.state_dtype))
+        self.num_sets = cases.step_sets(case)
         # As many launches as our step has.
         self.num_steps = cases.num_steps(case.replay)
         self.traffic = traffic.conventional_bytes(m, case.replay, cases.ACTIVATION_DTYPE, batch_size=batch)
