@@ -1,8 +1,9 @@
 """What the specializations of all kernels have in common: roles, launches, types and a device's limits."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.errors import UnsupportedError
 
 Role = Literal["step", "prefill", "pipelined_step", "one_token_step", "step_with_conv"]
@@ -79,3 +80,25 @@ def require_dtype(name: str, found: str, accepted: tuple[str, ...]) -> None:
     """
     if found not in accepted:
         raise UnsupportedError(f"{name}: found {found!r}; needed one of {', '.join(dict.fromkeys(accepted))}.")
+
+
+def require_types(activation_dtype: str, state_dtype: str, **raw_dtypes: str) -> None:
+    """Refuse types of a recurrence that no kernel is compiled for.
+
+    Args:
+        activation_dtype: of its inputs, outputs and rings.
+        state_dtype: of the checkpoint.
+        **raw_dtypes: of inputs that may come in fp32 as well as in the activation type.
+
+    Raises:
+        UnsupportedError: as ``require_dtype``.
+    """
+    require_dtype("activation_dtype", activation_dtype, get_args(ActivationDtype))
+    require_dtype("state_dtype", state_dtype, get_args(StateDtype))
+    for name, found in raw_dtypes.items():
+        require_dtype(name, found, (activation_dtype, "float32"))
+
+
+def has_room(architecture: str, shared_bytes: int) -> bool:
+    """Say whether every device that runs an architecture's cubins has so much shared memory for a thread block."""
+    return shared_bytes <= SHARED_BYTES.get(architecture, 0)

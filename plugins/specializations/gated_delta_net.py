@@ -1,7 +1,7 @@
 """Which kernels of Gated DeltaNet exist."""
 
 from dataclasses import dataclass
-from typing import Self, get_args
+from typing import Self
 
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import (
@@ -21,7 +21,8 @@ from trtllm_replayssm.plugins.specializations.base import (
     Kernel,
     LaunchShape,
     Role,
-    require_dtype,
+    has_room,
+    require_types,
 )
 from trtllm_replayssm.plugins.specializations.gated_delta_net_chunks import DeltaChunkShape
 from trtllm_replayssm.plugins.specializations.gated_delta_net_pipeline import GatedDeltaNetPipelineShape
@@ -72,9 +73,7 @@ class GatedDeltaNetSpecialization:
 
     def __post_init__(self) -> None:
         protocol.check_history(self.history, self.max_draft_len)
-        require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
-        require_dtype("state_dtype", self.state_dtype, get_args(StateDtype))
-        require_dtype("gate_dtype", self.gate_dtype, (self.activation_dtype, "float32"))
+        require_types(self.activation_dtype, self.state_dtype, gate_dtype=self.gate_dtype)
         supported = (
             self.n_key_heads >= 1
             and self.n_value_heads >= 1
@@ -161,7 +160,7 @@ class GatedDeltaNetSpecialization:
         if role == "prefill":
             for kernel in _CHUNKED:
                 chunks = self.chunks_of(kernel)
-                if chunks is not None and chunks.fits(architecture):
+                if chunks is not None and has_room(architecture, chunks.shared_bytes):
                     return kernel
         return role
 

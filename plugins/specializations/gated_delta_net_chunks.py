@@ -5,7 +5,7 @@ The kernel (``kernels/gated_delta_net/chunked_prefill.cu``) asserts at compile t
 
 from dataclasses import dataclass
 
-from trtllm_replayssm.plugins.specializations.base import SHARED_BYTES, WARP
+from trtllm_replayssm.plugins.specializations.base import WARP
 
 _MMA_TILE = 16
 _CHUNK_SIZE = 32
@@ -44,10 +44,6 @@ class DeltaChunkShape:
     block_threads: int
     min_blocks: int
     shared_bytes: int
-
-    def fits(self, architecture: str) -> bool:
-        """Say whether every device that runs this architecture's cubins has the shared memory."""
-        return self.shared_bytes <= SHARED_BYTES.get(architecture, 0)
 
     def defines(self) -> dict[str, str]:
         """Return the macros that tell the sources."""

@@ -1,7 +1,7 @@
 """Which kernels of Mamba-2 exist."""
 
 from dataclasses import dataclass
-from typing import Self, get_args
+from typing import Self
 
 from trtllm_replayssm.contract import protocol
 from trtllm_replayssm.contract.geometry import DTYPE_BYTES, ActivationDtype, Mamba2Geometry, ReplayGeometry, StateDtype
@@ -15,7 +15,8 @@ from trtllm_replayssm.plugins.specializations.base import (
     Kernel,
     LaunchShape,
     Role,
-    require_dtype,
+    has_room,
+    require_types,
 )
 from trtllm_replayssm.plugins.specializations.mamba2_chunks import ChunkShape
 from trtllm_replayssm.plugins.specializations.pipeline import ARCHITECTURES, PipelineShape
@@ -67,9 +68,7 @@ class Mamba2Specialization:
 
     def __post_init__(self) -> None:
         protocol.check_history(self.history, self.max_draft_len)
-        require_dtype("activation_dtype", self.activation_dtype, get_args(ActivationDtype))
-        require_dtype("state_dtype", self.state_dtype, get_args(StateDtype))
-        require_dtype("dt_dtype", self.dt_dtype, (self.activation_dtype, "float32"))
+        require_types(self.activation_dtype, self.state_dtype, dt_dtype=self.dt_dtype)
         supported = (
             self.n_heads >= 1
             and self.n_groups >= 1
@@ -156,7 +155,7 @@ class Mamba2Specialization:
 
     def kernel(self, role: Role, architecture: str) -> Kernel:
         """Return the kernel that plays a role on an architecture."""
-        is_chunked = role == "prefill" and self.chunks is not None and self.chunks.fits(architecture)
+        is_chunked = role == "prefill" and self.chunks is not None and has_room(architecture, self.chunks.shared_bytes)
         return "chunked_prefill" if is_chunked else role
 
     def roles(self, architecture: str) -> tuple[Role, ...]:
