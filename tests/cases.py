@@ -249,6 +249,8 @@ GATED_DELTA_NET_SHAPE_CASES = (
     GatedDeltaNetCase("gdn-2x4-T8", 2, 4, 128, 128, 16, 7),
     GatedDeltaNetCase("gdn-4x4-T2-W8", 4, 4, 128, 128, 8, 1, gate="float32", spare_ring_rows=2),
     GatedDeltaNetCase("gdn-1x4-T6-state_bf16", 1, 4, 128, 128, 16, 5, state="bfloat16"),
+    GatedDeltaNetCase("gdn-2x6-T8-state_bf16", 2, 6, 128, 128, 16, 7, state="bfloat16"),
+    GatedDeltaNetCase("gdn-2x6-T8", 2, 6, 128, 128, 16, 7),
     GatedDeltaNetCase("gdn-K64-V128-T3", 2, 4, 64, 128, 16, 2),
     GatedDeltaNetCase("gdn-K128-V64-T5-state_bf16", 2, 4, 128, 64, 16, 4, state="bfloat16"),
     GatedDeltaNetCase("gdn-K64-V64-T7-W8", 1, 3, 64, 64, 8, 6),

@@ -21,7 +21,10 @@ _PARTS, _PART_PADDING_BYTES = 4, 32
 _WARP_COLUMNS = 32  # of a head, for one consumer warp
 # Rows of each part in a tile: copies then have 4 KiB.
 _TILE_ROWS = {"float32": 8, "bfloat16": 16}
-_MAX_CHUNK_HEADS = 2
+# Three heads that share a key head bring its keys once, and fill less of the team that weighs them: worth it where a
+# chunk costs much beside its state (docs/kernels.md).
+_MAX_CHUNK_HEADS = {"float32": 2, "bfloat16": 3}
+_MAX_LONG_WINDOW_HEADS, _LONG_WINDOW = 3, 5
 _PADDING_BYTES = 16
 _MMA_TOKENS = 16  # of one product
 
@@ -62,7 +65,8 @@ def pipeline_shape(
     )
     if not is_fitting:
         return None
-    most_heads = max(heads for heads in range(1, _MAX_CHUNK_HEADS + 1) if heads_per_key % heads == 0)
+    limit = _MAX_LONG_WINDOW_HEADS if window >= _LONG_WINDOW else _MAX_CHUNK_HEADS[state_dtype]
+    most_heads = max(heads for heads in range(1, limit + 1) if heads_per_key % heads == 0)
     tile_rows = min(_TILE_ROWS[state_dtype], key_dim // _PARTS)
     # Long windows have large buffers: better fewer or smaller ones than less than a head in the stages of each group.
     for chunk_heads, chunk_buffers in ((most_heads, 3 if state_dtype == "bfloat16" else 2), (most_heads, 2), (1, 2)):

@@ -24,7 +24,7 @@ class PipelineShape:
 
     Attributes:
         num_stages: tiles that shared memory holds, a multiple of the consumer warps.
-        chunk_heads: most heads of a chunk, a power of two that divides the heads of a group.
+        chunk_heads: most heads of a chunk; divides the heads of a group, or of a key head.
         chunk_buffers: chunks whose token rows shared memory holds.
         shared_bytes: all of it.
         team_warps: coefficient warps that share a chunk.

@@ -17,8 +17,8 @@ from tests.ops.drivers import replayed
 from trtllm_replayssm import ops
 from trtllm_replayssm.plugins.build import SOURCE_DIR
 
-# Every window class, history, head size class, state and gate type; heads of a group in one chunk, in several, and one
-# alone; odd numbers of heads, with which raw dt and gates stand at any 2 bytes.
+# Every window class, history, head size class, state and gate type; heads of a group in one chunk (one, two or three of
+# them), in several, and one alone; odd numbers of heads, with which raw dt and gates stand at any 2 bytes.
 CASES: tuple[ReplayCase, ...] = (
     Mamba2Case("P64-T4", 16, 64, 128, 2, 16, 3),
     Mamba2Case("P64-T1-state_bf16", 9, 64, 128, 3, 16, 0, state="bfloat16", spare_ring_rows=1),
@@ -34,6 +34,7 @@ CASES: tuple[ReplayCase, ...] = (
     GatedDeltaNetCase("gdn-T1-state_bf16", 3, 9, 128, 128, 16, 0, state="bfloat16"),
     GatedDeltaNetCase("gdn-T8-W8", 2, 2, 128, 128, 8, 7),
     GatedDeltaNetCase("gdn-T6-state_bf16", 1, 3, 128, 128, 16, 5, state="bfloat16", spare_ring_rows=3),
+    GatedDeltaNetCase("gdn-3x9-T7", 3, 9, 128, 128, 16, 6),
     GatedDeltaNetCase("gdn-K128-V64-T5", 1, 2, 128, 64, 16, 4),
     GatedDeltaNetCase("gdn-K64-V128-T3-state_bf16", 2, 4, 64, 128, 13, 2, state="bfloat16"),
     GatedDeltaNetCase("gdn-K64-V64-T2-state_bf16", 1, 1, 64, 64, 11, 1, state="bfloat16"),

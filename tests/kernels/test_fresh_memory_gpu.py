@@ -7,7 +7,7 @@ so that a checker sees every read of memory that the protocol calls dead.
 import pytest
 import torch
 
-from tests.cases import ALL_CASES, CONV_DEVICE_CASES, DTYPES, Mamba2Case, ReplayCase
+from tests.cases import ALL_CASES, CONV_DEVICE_CASES, DTYPES, GATED_DELTA_NET_SHAPE_CASES, Mamba2Case, ReplayCase
 from tests.kernels.raw_steps import live_with_conv
 from tests.kernels.test_chunked_delta_prefill import WIDE
 from tests.ops.driver import Row, live
@@ -18,7 +18,7 @@ from trtllm_replayssm import ops
 pytestmark = pytest.mark.gpu
 
 # The first three run the pipelined step where there is one, the other Mamba-2 ones the generic step, of every width and
-# type; then Gated DeltaNet, with WIDE both make-ups of its chunked prefill.
+# type; then Gated DeltaNet, its chunks of two and of three heads, with WIDE both make-ups of its chunked prefill.
 LIVES = (
     "mamba2-G1-T4",
     "state_bf16",
@@ -28,15 +28,17 @@ LIVES = (
     "W2-T2-fp32",
     "state_fp16",
     "qwen3_next-T4",
+    "gdn-2x6-T8-state_bf16",
     "gdn-T3-fp32",
     "gdn-W1-fp32",
     "gdn-state_fp16",
 )
 
 
-@pytest.mark.parametrize(
-    "case", [*(case for case in ALL_CASES if case.name in LIVES), WIDE], ids=lambda case: case.name
-)
+CASES = [case for case in (*ALL_CASES, *GATED_DELTA_NET_SHAPE_CASES) if case.name in LIVES]
+
+
+@pytest.mark.parametrize("case", [*CASES, WIDE], ids=lambda case: case.name)
 def test_slots_live_in_fresh_memory(case: ReplayCase, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = replayed(case, "meta", num_slots=2).make_pools()
     pools = {name: torch.empty_like(pool, device="cuda") for name, pool in shapes.items()}

@@ -108,13 +108,16 @@ __device__ inline void fold_and_multiply_tile(TileRows rows, bool has_state, Chu
   }
 }
 
-// What a consumer waits for after keys and queries.
+// What a consumer waits for after keys and queries, once in a chunk, of which it may have several heads.
 struct ChunkWait {
   uint32_t is_weighed, are_values_loaded, parity;
+  bool is_over = false;
 
-  __device__ void wait() const {
+  __device__ void wait() {
+    if (CHUNK_HEADS > NUM_GROUPS && is_over) return;
     ptx::barrier_wait(are_values_loaded, parity);
     ptx::barrier_wait(is_weighed, parity);
+    is_over = true;
   }
 };
 
@@ -136,7 +139,7 @@ __device__ inline void add_up(ReadSums& read, const ReadSums& low, float factor,
 // What keys and queries read of a head, the pending rows included. They are there, and read the state while values are
 // still on their way and weights made; pending rows are read before the last tile, the one that is waited for longest.
 __device__ inline void read_head(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
-                                 const HeadColumns& columns, const ChunkWait& rest, ConsumerTurn& turn,
+                                 const HeadColumns& columns, ChunkWait& rest, ConsumerTurn& turn,
                                  ReadSums& read) {
   const RowLengths& lengths = tensors.chunk.lengths;
   const bool is_state_read = lengths.is_state_read();
@@ -157,7 +160,7 @@ __device__ inline void read_head(const ChunkTensors& tensors, const PipelineShar
 
 // The same in a flush, of the checkpoint that it makes of state and pending rows.
 __device__ inline void fold_head(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
-                                 const HeadColumns& columns, const ChunkWait& rest, ConsumerTurn& turn,
+                                 const HeadColumns& columns, ChunkWait& rest, ConsumerTurn& turn,
                                  ReadSums& read) {
   const RowLengths& lengths = tensors.chunk.lengths;
   const float* weights = buffer.row_weights(columns.head);
@@ -185,10 +188,10 @@ __device__ inline void consume(const GatedDeltaNetParams& params, const Pipeline
     if (chunk.num_heads == 0) return;
     ptx::barrier_wait(shared.is_loaded(KEYS_LOADER, chunk_turn.index()), chunk_turn.parity());
     const ChunkTensors tensors{params, chunk};
+    ChunkWait rest{shared.is_chunk_weighed(chunk_turn.index()), shared.is_loaded(VALUES_LOADER, chunk_turn.index()),
+                   chunk_turn.parity()};
 #pragma unroll 1
     for (; turn.head < chunk.num_heads; turn.head += NUM_GROUPS) {
-      const ChunkWait rest{shared.is_chunk_weighed(chunk_turn.index()),
-                           shared.is_loaded(VALUES_LOADER, chunk_turn.index()), chunk_turn.parity()};
       const HeadColumns columns(turn.head);
       ReadSums read = {};
       if (chunk.lengths.is_active() && chunk.lengths.is_flush()) {

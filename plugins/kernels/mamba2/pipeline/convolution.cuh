@@ -119,9 +119,11 @@ struct ConvPairs {
       uint32_t rows[AT_ONCE][WINDOW], y[AT_ONCE][WINDOW];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
+        const bool is_read = is_own(first + i);  // what is another lane's may be written at this moment
+        const unsigned char* window = window_of(first + i);
 #pragma unroll
         for (int token = 0; token < WINDOW; ++token) {
-          rows[i][token] = *reinterpret_cast<const uint32_t*>(window_of(first + i) + token * STRIDE);
+          rows[i][token] = is_read ? *reinterpret_cast<const uint32_t*>(window + token * STRIDE) : 0;
         }
         convolve(first + i, rows[i], y[i]);
       }
@@ -170,7 +172,7 @@ struct ConvLane {
   __device__ static int BC_channel(const ConvTensors& tensors, int i, int lane) {
     return (i == 0 ? tensors.B_channel() : tensors.C_channel()) + lane * 2;
   }
-  // Beyond the last pair it is the last one, which is computed again and not stored.
+  // Beyond the last pair it is the last one, of which taps and history are loaded for nothing.
   __device__ static int x_place(const ConvTensors& tensors, int i, int lane) {
     return min(2 * (i * TEAM_LANES + lane), tensors.chunk.num_heads * HEAD_DIM - 2);
   }
