@@ -164,7 +164,7 @@ def test_a_real_drafter_is_measured_as_it_is(capsys: pytest.CaptureFixture[str])
     options = ["--level", "serving", "--mode", "replay", "--drafter", "ngram", "--json"]
     assert main([*COMMAND, *options]) == 0
     _, found = EndToEndReport.model_validate_json(capsys.readouterr().out).serving
-    assert found.case.drafts == "n-gram, acceptance as it comes" and found.case.window == 4
+    assert found.case.drafts == "n-gram, as many as pay, acceptance as it comes" and found.case.window == 4
     assert found.acceptance_rate is None or 0.0 <= found.acceptance_rate <= 1.0
 
 

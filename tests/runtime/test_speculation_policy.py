@@ -230,6 +230,27 @@ def test_what_is_not_found_costs_a_free_drafter_nothing(is_free: bool) -> None:
     assert (taken.count(LONGEST) >= 38) == is_free
 
 
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.1])
+def test_rare_drafts_that_are_wrong_are_given_up(share: float) -> None:
+    """Of many sequences, now and then one finds drafts; each time, the step of all of them would take longer."""
+    draws, batch, steps = random.Random(0), 64, 3000
+    taken: list[int] = []
+
+    class Rare(AlwaysRight):
+        def propose(self, limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+            return {i: [5] * limit for i, limit in limits.items() if draws.random() < share}
+
+    def seconds(_: int, length: int) -> float:
+        taken.append(length)
+        return 1.0 + 0.25 * (length > 0)
+
+    drive(
+        AdaptiveDrafter(Rare(), NGramDecodingConfig(), is_free=True), steps, batch=batch, accept=False, seconds=seconds
+    )
+    assert sum(length > 0 for length in taken) <= steps / 100, "at a quarter more, a four-hundredth of the time"
+    assert any(taken[500:]), "tried again now and then"
+
+
 def test_a_threshold_ends_speculation() -> None:
     config = NGramDecodingConfig(adaptive=False, acceptance_rate_window_size=5, acceptance_rate_threshold=0.1)
     inner = AlwaysRight()

@@ -19,6 +19,7 @@ from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, Repl
 from trtllm_replayssm.errors import CapacityError
 from trtllm_replayssm.runtime.executors.base import Executor
 from trtllm_replayssm.runtime.speculative.base import Drafter, NoDrafter
+from trtllm_replayssm.runtime.speculative.factory import adapted
 from trtllm_replayssm.runtime.speculative.ngram import NGramDrafter
 
 DrafterName = Literal["forced", "ngram"]
@@ -166,7 +167,9 @@ def _measure(job: Job, options: Options) -> tuple[Measurement, ...]:
     measured: list[Measurement] = []
     if options.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(options.device)
-    graphs = CudaGraphConfig(batch_sizes=_graph_sizes(job.batch_size)) if options.with_graphs else None
+    # Requests meet every size at a moment of their own; steady steps have a single one.
+    sizes, warms_up = _graph_sizes(job.batch_size), options.requests is not None
+    graphs = CudaGraphConfig(batch_sizes=sizes, warm_up=warms_up) if options.with_graphs else None
     with open_mode(job.mode, options.geometry, job.replay, limits, options.device, graphs) as opened:
         if options.context is not None:
             measured.append(_measure_steps(job, opened, options, options.context))
@@ -237,7 +240,8 @@ def _speculation(job: Job, executor: Executor, options: Options) -> tuple[Execut
     if drafts == 0:
         return executor, NoDrafter(), NO_DRAFTS
     if options.drafter == "ngram":
-        return executor, NGramDrafter(NGramDecodingConfig(max_draft_len=drafts)), "n-gram, acceptance as it comes"
+        config = NGramDecodingConfig(max_draft_len=drafts)
+        return executor, adapted(NGramDrafter(config), config), "n-gram, as many as pay, acceptance as it comes"
     drafter = RandomDrafter(drafts, options.geometry.vocab_size, options.seed)
     return ForcedAcceptance(executor, options.acceptance, options.seed), drafter, forced_name(options.acceptance)
 

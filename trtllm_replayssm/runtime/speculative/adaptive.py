@@ -54,7 +54,7 @@ class AdaptiveDrafter:
         self.max_draft_len = drafter.max_draft_len
         self.drafter = drafter
         self._is_free = is_free
-        self._policy = SpeculationPolicy() if config.adaptive else None
+        self._policy = SpeculationPolicy(catches_up=not is_free) if config.adaptive else None
         self._max_concurrency = config.max_concurrency
         self._gate: AcceptanceGate | None = None
         if config.acceptance_rate_window_size is not None and config.acceptance_rate_threshold is not None:

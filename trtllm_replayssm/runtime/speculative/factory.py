@@ -106,8 +106,13 @@ def make_drafter(config: DecodingConfig | None, drafter: Drafter | None, target:
     else:
         assert isinstance(config, NGramDecodingConfig), "max_draft_len knows the kinds"
         made = NGramDrafter(config)
+    return adapted(made, config)
+
+
+def adapted(drafter: Drafter, config: DecodingConfig) -> Drafter:
+    """Let a drafter of a configuration make as many drafts as that wants; itself where it wants all of them."""
     is_fixed = not config.adaptive and config.max_concurrency is None and config.acceptance_rate_threshold is None
-    return made if is_fixed else AdaptiveDrafter(made, config, is_free=isinstance(config, NGramDecodingConfig))
+    return drafter if is_fixed else AdaptiveDrafter(drafter, config, is_free=isinstance(config, NGramDecodingConfig))
 
 
 def device_bytes(drafter: Drafter) -> int:

@@ -122,9 +122,14 @@ class SpeculationPolicy:
     """Chooses draft lengths, step by step.
 
     Call ``lengths`` before a step, then ``record_drafts`` for each of its sequences and ``record_time``.
+
+    Args:
+        catches_up: whether a step with drafts takes longer after one without, since the drafter makes up for what it
+            missed; where it does not, drafts that are rarely found are measured all the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, catches_up: bool = True) -> None:
+        self._catches_up = catches_up
         self._buckets: dict[int, _Bucket] = {}
         self._histories: dict[int, _History] = {}
         self._all = _History()
@@ -191,8 +196,8 @@ class SpeculationPolicy:
             for rate in (self._all.found, self._all.accepted):
                 rate.add(0.0, 0.0, _GLOBAL_FORGETTING)
         bucket = self._bucket(num_sequences)
-        # The first step with drafts after others pays for what was missed, and the first one of its kind for compiling.
-        is_like_others = length == 0 or bucket.last > 0
+        # The first step with drafts after others may pay for what was missed, the first one of its kind for compiling.
+        is_like_others = length == 0 or bucket.last > 0 or not self._catches_up
         if length not in bucket.seconds:
             bucket.seconds[length] = _Seconds()
         elif is_like_others:
