@@ -110,8 +110,8 @@ class CudaGraphConfig(UserOptions):
         batch_sizes: rows to capture; None takes 1, 2, 4, 8 and then about four to every doubling.
         max_batch_size: without ``batch_sizes``, no step of more rows is captured; None takes the ``LLM``'s.
         enable_padding: run a step in the next larger size that is captured; False captures exact sizes alone.
-        warm_up: capture all sizes when the model is opened, for short sequences; False captures a size when a step
-            first has it.
+        warm_up: capture all sizes when the model is opened; False captures a size when a step first has it, which
+            makes that step wait.
         max_prompt_tokens: longest prompt piece that is captured, at powers of two; 0 captures decode steps alone.
     """
 

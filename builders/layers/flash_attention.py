@@ -64,6 +64,18 @@ def is_flash(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.devi
     return device.type == "cuda" and dtype in _TYPES and geometry.is_flash_width
 
 
+def own_length_rows(n_heads: int, device: torch.device) -> int:
+    """Return from how many rows on attention takes what the rows' own lengths ask for, whatever key length is allowed.
+
+    The kernel shares out a row's keys, by that length, only where the rows' key heads are fewer than multiprocessors.
+
+    Args:
+        n_heads: key heads of a row.
+        device: where.
+    """
+    return -(-_multiprocessors(device) // n_heads)
+
+
 def flash_step(
     past_lengths: torch.Tensor,
     slot_ids: torch.Tensor,

@@ -13,6 +13,7 @@ from tests.end_to_end.test_spoilt_drafts import SPOILT, SpoiltDrafter, spoil
 from tests.tiny_models import make_nemotron_h, make_qwen
 from tests.tolerances import LOGITS_FP32
 from trtllm_replayssm import LLM, CudaGraphConfig, NGramDecodingConfig, ReplayConfig, SamplingParams
+from trtllm_replayssm.builders.layers import flash_attention
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
@@ -122,7 +123,24 @@ def test_logits_hold_until_the_next_step_whatever_is_allocated_in_between(folder
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-4, atol=1e-4)
 
 
-def step(executor: TorchExecutor, num_rows: int, past: int) -> StepOutputs:
+def test_one_graph_for_all_key_lengths_reads_the_rows_own_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "_multiprocessors", lambda device: 2)  # of which any rows have more key heads
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_seq_len": 1300}
+    llms = [make_llm(folder, graphs=graphs, **options) for graphs in (CudaGraphConfig(), None)]
+    executors = [executor_of(llm) for llm in llms]
+    torch.manual_seed(0)
+    states = [torch.randn_like(state) for state in executors[0]._states]
+    for past in (3, 600, 1200):
+        for executor in executors:
+            for state, value in zip(executor._states, states, strict=True):
+                state.copy_(value)
+        captured, eager = (step(executor, 3, past, checkpoint=past).logits for executor in executors)
+        assert (captured - eager).abs().max() < 0.02 * eager.abs().max(), past
+    graphs = executors[0]._graphs
+    assert graphs is not None and len(graphs.keys) == 1
+
+
+def step(executor: TorchExecutor, num_rows: int, past: int, checkpoint: int = 0) -> StepOutputs:
     """Run one decode step of slots 0, 1, ... on positions ``past``; they start again with each 0."""
 
     def column(value: int) -> torch.Tensor:
@@ -134,7 +152,7 @@ def step(executor: TorchExecutor, num_rows: int, past: int) -> StepOutputs:
     inputs = StepInputs(
         input_ids=torch.arange(num_rows, dtype=torch.int32, device="cuda")[:, None] + 40,
         past_lengths=column(past),
-        checkpoint_lengths=column(0),
+        checkpoint_lengths=column(checkpoint),
         num_tokens=column(1),
         slot_ids=torch.arange(num_rows, dtype=torch.int32, device="cuda"),
         logits_indices=column(0)[:, None],

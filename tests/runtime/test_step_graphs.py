@@ -1,6 +1,7 @@
 """Buckets and padding of captured steps; on the CPU "captured" means called again, on the same tensors."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,23 @@ def test_decode_and_verification_steps_have_a_graph_and_prompts_have_none(
     assert SIZES.key_of(inputs) == key
 
 
+def test_many_rows_have_one_graph_for_all_key_lengths() -> None:
+    sizes = replace(SIZES, own_length_rows=3)
+    assert sizes.key_of(step_inputs(2, 1)) == GraphKey(2, 1, 512)
+    for num_rows, captured in ((3, 4), (6, 6)):
+        for past in (0, 511, 1497):
+            assert sizes.key_of(step_inputs(num_rows, 2, past=past)) == GraphKey(captured, 2, 1500)
+
+
+@pytest.mark.parametrize("own_length_rows", [None, 1, 3])
+def test_every_graph_that_a_step_can_have_is_listed(own_length_rows: int | None) -> None:
+    sizes = replace(SIZES, own_length_rows=own_length_rows, prompt_lengths=(8, 16))
+    steps = [step_inputs(n, s, past=past) for n in range(1, 7) for s in (1, 2, 3) for past in (0, 511, 1023, 1497)]
+    steps += [step_inputs(1, length, positions=1) for length in range(4, 17)]
+    assert {sizes.key_of(step) for step in steps} == set(sizes.keys)
+    assert len(sizes.keys) == len(set(sizes.keys))
+
+
 def test_without_padding_exact_sizes_alone_have_a_graph() -> None:
     exact = StepSizes(SIZES.batch_sizes, SIZES.key_lengths, SIZES.window, is_padding=False)
     assert exact.key_of(step_inputs(4, 2)) == GraphKey(4, 2, 512)
@@ -139,15 +157,16 @@ def test_a_capture_runs_padding_alone_and_a_step_runs_once() -> None:
     assert graphs.keys == (GraphKey(4, 2, 512),)
 
 
-def test_warming_up_captures_every_batch_size_on_padding() -> None:
+def test_warming_up_captures_everything_on_padding() -> None:
     run = Recorder()
     graphs = StepGraphs(run, SIZES, 5, CPU, call_again)
     graphs.warm_up()
-    assert set(graphs.keys) == {GraphKey(rows, window, 512) for rows in SIZES.batch_sizes for window in (1, 3)}
+    assert set(graphs.keys) == set(SIZES.keys)
     assert {slot for slots in run.slots for slot in slots} == {-1}
     count = len(run.slots)
-    graphs.step(step_inputs(5, 1))
-    assert len(run.slots) == count + 1
+    for steps, past in enumerate((0, 800, 1400)):
+        graphs.step(step_inputs(5, 2, past=past))
+        assert len(run.slots) == count + 1 + steps, "a step runs once, and captures nothing"
 
 
 @pytest.fixture(scope="module", params=["nemotron_h", "qwen3_5"])

@@ -16,7 +16,7 @@ from trtllm_replayssm.cli.kv_cache_option import (
     TokensPerSnapshot,
 )
 from trtllm_replayssm.cli.model_options import CheckpointDir, Device
-from trtllm_replayssm.cli.scheduler_option import MaxPromptSteps
+from trtllm_replayssm.cli.scheduler_option import MaxPromptSteps, WarmUp
 from trtllm_replayssm.cli.speculative_option import FixedDraftLen, Source, SpeculativeModel, speculative_config
 from trtllm_replayssm.config import CudaGraphConfig, ReplayConfig, SchedulerConfig
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
@@ -98,6 +98,7 @@ def command(
     ] = "auto",
     device: Device = "auto",
     checkpoint_dir: CheckpointDir = None,
+    warm_up: WarmUp = True,
     eager: Annotated[bool, typer.Option("--eager", help="Run without CUDA graphs.")] = False,
 ) -> None:
     """Serve a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics."""
@@ -153,7 +154,7 @@ def command(
                 speculative, max_draft_len, speculative_model, is_fixed=fixed_draft_len
             ),
             checkpoint_dir=checkpoint_dir,
-            cuda_graph_config=None if eager else CudaGraphConfig(),
+            cuda_graph_config=None if eager else CudaGraphConfig(warm_up=warm_up),
         )
         with llm:
             server.serve(Service(llm, settings, template), listener)

@@ -15,7 +15,7 @@ from trtllm_replayssm.cli.kv_cache_option import (
     TokensPerSnapshot,
 )
 from trtllm_replayssm.cli.model_options import CheckpointDir
-from trtllm_replayssm.cli.scheduler_option import MaxPromptSteps
+from trtllm_replayssm.cli.scheduler_option import MaxPromptSteps, WarmUp
 from trtllm_replayssm.cli.speculative_option import Source
 from trtllm_replayssm.contract.geometry import ActivationDtype, StateDtype
 from trtllm_replayssm.wishes import given
@@ -96,6 +96,7 @@ def command(
         Path | None, typer.Option("--speculative_model", help="The draft model's folder, with --speculative draft.")
     ] = None,
     checkpoint_dir: CheckpointDir = None,
+    warm_up: WarmUp = True,
     cancellation_check_period_ms: Annotated[
         int | None,
         typer.Option("--cancellation_check_period_ms", help="How often cancelled requests are looked for: 100 ms."),
@@ -139,6 +140,7 @@ def command(
         speculative=speculative,
         max_draft_len=max_draft_len,
         speculative_model=speculative_model,
+        warm_up=warm_up,
         cancellation_check_period_ms=cancellation_check_period_ms,
         metrics_period_ms=metrics_period_ms,
     )

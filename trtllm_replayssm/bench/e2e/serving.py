@@ -64,7 +64,7 @@ def serve(executor: Executor, drafter: Drafter, requests: Sequence[DrawnRequest]
 
 
 def _warm_up(llm: LLM, requests: Sequence[DrawnRequest]) -> None:
-    """Run all requests once: kernels are compiled, memory is taken and steps of every size captured then."""
+    """Run all requests once: kernels are compiled and memory is taken then."""
     llm.generate(
         [request.prompt_token_ids for request in requests],
         [_params(request.output_len) for request in requests],

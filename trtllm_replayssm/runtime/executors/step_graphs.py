@@ -13,6 +13,7 @@ from math import prod
 from typing import Protocol
 
 import torch
+from tqdm.auto import tqdm
 
 from trtllm_replayssm.errors import BackendError
 from trtllm_replayssm.runtime.executors.buckets import bucket_of
@@ -70,6 +71,8 @@ class StepSizes:
         window: most tokens of a decode or verification window, T.
         is_padding: whether a step may run in a size above its own.
         prompt_lengths: tokens of prompt pieces, ascending, above the window.
+        own_length_rows: from so many rows on a step takes the same whatever key length is allowed, so that one graph
+            serves all; None where it never does.
     """
 
     batch_sizes: Sequence[int]
@@ -77,6 +80,16 @@ class StepSizes:
     window: int
     is_padding: bool
     prompt_lengths: Sequence[int] = ()
+    own_length_rows: int | None = None
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """All graphs there can be, the largest sizes first, so that the others find room in their memory."""
+        found = [self.prompt_key(length) for length in reversed(self.prompt_lengths)]
+        for rows in reversed(self.batch_sizes):
+            lengths = self._key_lengths(rows)[::-1]
+            found += [GraphKey(rows, window, length) for window in range(self.window, 0, -1) for length in lengths]
+        return found
 
     def key_of(self, inputs: StepInputs) -> GraphKey | None:
         """Return the graph for a step; None where none is for it."""
@@ -85,10 +98,10 @@ class StepSizes:
             return self._prompt_key_of(inputs)
         is_decode = inputs.first_slot == 0 and inputs.logits_indices.shape[1] == window
         rows = bucket_of(self.batch_sizes, num_rows)
-        length = bucket_of(self.key_lengths, min(inputs.max_past_length + window, self.key_lengths[-1]))
-        if not is_decode or rows is None or length is None or not (self.is_padding or rows == num_rows):
+        if not is_decode or rows is None or not (self.is_padding or rows == num_rows):
             return None
-        return GraphKey(rows, window, length)
+        length = bucket_of(self._key_lengths(rows), min(inputs.max_past_length + window, self.key_lengths[-1]))
+        return None if length is None else GraphKey(rows, window, length)
 
     def prompt_key(self, length: int) -> GraphKey:
         """Return the graph for prompt pieces padded to a length.
@@ -96,6 +109,10 @@ class StepSizes:
         There is one for all key lengths: the attention of so long windows reads a row's own keys, whatever is allowed.
         """
         return GraphKey(1, length, self.key_lengths[-1], is_prompt=True)
+
+    def _key_lengths(self, num_rows: int) -> Sequence[int]:
+        is_one_enough = self.own_length_rows is not None and num_rows >= self.own_length_rows
+        return self.key_lengths[-1:] if is_one_enough else self.key_lengths
 
     def _prompt_key_of(self, inputs: StepInputs) -> GraphKey | None:
         num_rows, window = inputs.input_ids.shape
@@ -205,15 +222,8 @@ class StepGraphs:
         return found.outputs[0].first(*inputs.input_ids.shape)
 
     def warm_up(self) -> None:
-        """Capture all prompt lengths, and plain and longest windows of all batch sizes for the shortest sequences.
-
-        The largest sizes come first, so that the others find room in their memory.
-        """
-        sizes = self._sizes
-        keys = [sizes.prompt_key(length) for length in reversed(sizes.prompt_lengths)]
-        for num_rows in reversed(sizes.batch_sizes):
-            keys += [GraphKey(num_rows, window, sizes.key_lengths[0]) for window in sorted({sizes.window, 1})[::-1]]
-        for key in keys:
+        """Capture all that there can be: no later step waits for it."""
+        for key in tqdm(self._sizes.keys, desc="capturing steps", unit="step", disable=None):
             if key not in self._captured:
                 self._captured[key] = self._captured_at(key)
 

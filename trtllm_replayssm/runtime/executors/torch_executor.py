@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from trtllm_replayssm.builders.kernels import specializations
+from trtllm_replayssm.builders.layers import flash_attention
 from trtllm_replayssm.builders.models.registry import create_model
 from trtllm_replayssm.config import CudaGraphConfig
-from trtllm_replayssm.contract.geometry import EngineLimits, ModelGeometry, ReplayGeometry
+from trtllm_replayssm.contract.geometry import EngineLimits, LayerType, ModelGeometry, ReplayGeometry
 from trtllm_replayssm.contract.memory_plan import Execution, plan_memory
 from trtllm_replayssm.contract.tensors import state_specs
 from trtllm_replayssm.runtime import pools
@@ -70,6 +71,7 @@ class TorchExecutor:
             geometry, device.type, is_conventional=conventional, captured_prompt=captured_prompt(cuda_graphs)
         )
         self._captured_prompt = how.captured_prompt
+        self._own_length_rows = self._find_own_length_rows(how)
         self.memory_plan = plan_memory(geometry, replay, limits, how)
         check_memory(self.memory_plan, device)
         with torch.device("meta"):
@@ -87,7 +89,8 @@ class TorchExecutor:
         if cuda_graphs is not None and device.type == "cuda":
             self._graphs = StepGraphs(self._run, self._sizes(cuda_graphs), geometry.vocab_size, device)
             if cuda_graphs.warm_up:
-                self._warm_up()
+                with torch.inference_mode():
+                    self._graphs.warm_up()
 
     @property
     def states(self) -> tuple[pools.State, ...]:
@@ -133,9 +136,12 @@ class TorchExecutor:
             window,
             config.enable_padding,
             prompt_buckets(min(self._captured_prompt, self.limits.max_num_tokens), window),
+            self._own_length_rows,
         )
 
-    @torch.inference_mode()
-    def _warm_up(self) -> None:
-        assert self._graphs is not None
-        self._graphs.warm_up()
+    def _find_own_length_rows(self, how: Execution) -> int | None:
+        if not self.geometry.layers_of(LayerType.ATTENTION):
+            return 1
+        attention = self.geometry.attention
+        assert attention is not None, "a geometry with attention layers describes them"
+        return flash_attention.own_length_rows(attention.n_kv_heads, self.device) if how.is_flash else None

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, ValidationError
 
 from trtllm_replayssm.config import (
+    CudaGraphConfig,
     DecodingConfig,
     DraftTargetDecodingConfig,
     MTPDecodingConfig,
@@ -52,6 +53,7 @@ class ModelSettings(Frozen):
         speculative: where drafts come from; None for none.
         max_draft_len: most drafts of a step.
         speculative_model: the draft model's folder, for speculative="draft".
+        warm_up: whether all CUDA graphs are captured before the model is ready.
         cancellation_check_period_ms: how often requests are looked through for cancelled ones.
         metrics_period_ms: how often the metrics are brought up to date while there are requests.
     """
@@ -80,6 +82,7 @@ class ModelSettings(Frozen):
     speculative: DraftSource | None = None
     max_draft_len: int | None = Field(default=None, ge=1)
     speculative_model: str | None = None
+    warm_up: bool = True
     cancellation_check_period_ms: int = Field(default=100, ge=1)
     metrics_period_ms: int = Field(default=1000, ge=1)
 
@@ -137,6 +140,7 @@ class ModelSettings(Frozen):
                 **given(max_queue_size=self.max_queue_size, max_prompt_steps=self.max_prompt_steps)
             ),
             "kv_cache_config": cache,
+            "cuda_graph_config": CudaGraphConfig(warm_up=self.warm_up),
             "replay": ReplayConfig(**given(history=self.history, state_dtype=self.state_dtype)),
         }
         if self.speculative is not None:
