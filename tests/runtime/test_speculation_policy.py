@@ -189,9 +189,9 @@ def drive(drafter: AdaptiveDrafter, steps: int, *, batch: int = 1, accept: bool,
         drafter.begin(request_id, [1])
     for _ in range(steps):
         drafts = drafter.propose(dict.fromkeys(range(batch), LONGEST))
-        clock[0] += 1.0 if seconds is None else seconds(batch, max(map(len, drafts.values())))
+        clock[0] += 1.0 if seconds is None else seconds(batch, max(map(len, drafts.values()), default=0))
         for request_id in range(batch):
-            drafter.observe(request_id, (*drafts[request_id], 5) if accept else (6,))
+            drafter.observe(request_id, (*drafts.get(request_id, ()), 5) if accept else (6,))
     for request_id in range(batch):
         drafter.end(request_id)
 
@@ -222,7 +222,7 @@ def test_what_is_not_found_costs_a_free_drafter_nothing(is_free: bool) -> None:
 
     def counted(limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         drafts = propose(limits)
-        taken.append(len(drafts[0]))
+        taken.append(len(drafts.get(0, ())))
         return drafts
 
     drafter.propose = counted  # type: ignore[method-assign]

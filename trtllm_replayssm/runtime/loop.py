@@ -200,11 +200,16 @@ class DecodeLoop:
         # The window's last token is never a draft, hence one less than what may still be generated.
         limits = {row.request.request_id: min(longest, row.request.num_remaining - 1) for row in plan.rows}
         drafts = self._drafter.propose(limits)
+        if not drafts:
+            return plan, ()
         rows, refused = [], []
         for row in plan.rows:
             request_id = row.request.request_id
+            if request_id not in drafts:
+                rows.append(row)
+                continue
             try:
-                found = self._token_ids(drafts.get(request_id, ()), limits[request_id])
+                found = self._token_ids(drafts[request_id], limits[request_id])
             except RequestError as error:
                 self.end(row.request, "error", error)
                 refused.append(row.request)

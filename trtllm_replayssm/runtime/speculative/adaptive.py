@@ -60,8 +60,9 @@ class AdaptiveDrafter:
         if config.acceptance_rate_window_size is not None and config.acceptance_rate_threshold is not None:
             self._gate = AcceptanceGate(config.acceptance_rate_window_size, config.acceptance_rate_threshold)
         self._clock = time.perf_counter
-        self._wanted: dict[int, int] = {}
-        self._drafts: dict[int, tuple[int, ...]] = {}
+        self._wanted: dict[int, int] = {}  # where drafts were wanted
+        self._drafts: dict[int, tuple[int, ...]] = {}  # of the same sequences
+        self._num_sequences = 0
         self._started: float | None = None
         self._counts = (0, 0)
 
@@ -73,20 +74,22 @@ class AdaptiveDrafter:
         """Ask for as many drafts as pay."""
         if self._gate is not None:
             self._gate.add(*self._counts)
-        self._counts = (0, 0)
+        self._counts, self._num_sequences = (0, 0), len(limits)
         self._started = self._clock()
         if self._is_free:
             found = self.drafter.propose(limits)
-            self._wanted = self._lengths({i: min(limit, len(found.get(i, ()))) for i, limit in limits.items()})
+            useful = {i: min(limit, len(found.get(i, ()))) for i, limit in limits.items()} if found else {}
+            lengths = self._lengths(useful)
         else:
-            self._wanted = self._lengths(limits)
-            found = self.drafter.propose(self._wanted)
+            lengths = self._lengths(limits)
+            found = self.drafter.propose(lengths)
+        self._wanted = {request_id: length for request_id, length in lengths.items() if length}
         self._drafts = {i: tuple(found.get(i, ()))[:wanted] for i, wanted in self._wanted.items()}
         return self._drafts
 
     def observe(self, request_id: int, token_ids: Sequence[int]) -> None:
         """Note which drafts were accepted; the first call after ``propose`` ends the step's time."""
-        if self._started is not None and self._wanted and request_id in self._drafts:
+        if self._started is not None and self._num_sequences:
             self._record_time(self._clock() - self._started)
         if token_ids and request_id in self._drafts:
             self._record_drafts(request_id, self._drafts.pop(request_id), token_ids)
@@ -114,7 +117,7 @@ class AdaptiveDrafter:
     def _record_time(self, seconds: float) -> None:
         self._started = None
         if self._policy is not None:
-            self._policy.record_time(len(self._wanted), max(self._wanted.values()), seconds)
+            self._policy.record_time(self._num_sequences, max(self._wanted.values(), default=0), seconds)
 
     def _record_drafts(self, request_id: int, drafts: tuple[int, ...], token_ids: Sequence[int]) -> None:
         # The last token is the target's own; where the sequence ended within its drafts, that one was accepted as well.
