@@ -101,6 +101,15 @@ def test_the_rows_that_a_peer_wins_are_all_named() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_ours_is_the_fastest_in_every_cell_of_other_batches_and_windows(family: str) -> None:
+    """Cells: ours / the fastest peer's, and its name."""
+    found = tables(f"{family} decode and verification")
+    cells = [cell for table in found for row in table for cell in row[2:] if re.search(r" / [\d.]+ [a-zA-Z]", cell)]
+    assert len(cells) == 48
+    assert all(float(ours) < float(best) for ours, best in (re.findall(r"[\d.]+", cell) for cell in cells))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_one_row_beside_the_best_conventional_kernel_is_as_measured(family: str) -> None:
     """Ours over theirs at batch 1 and T = 1: the row of targets has the numbers of the table beside peers."""
     (beside,) = (table for table in tables(f"{family} decode and verification") if len(table[0]) > 8)
