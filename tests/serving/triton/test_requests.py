@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.serving.triton.conftest import MODEL
 from trtllm_replayssm.cli.main import main
-from trtllm_replayssm.config import KvCacheConfig, SamplingParams, SchedulerConfig
+from trtllm_replayssm.config import CudaGraphConfig, KvCacheConfig, SamplingParams, SchedulerConfig
 from trtllm_replayssm.errors import (
     CapacityError,
     CheckpointError,
@@ -185,6 +185,13 @@ def test_the_scheduler_is_the_llms_own() -> None:
     assert ModelSettings(engine_dir="e").llm_options(Path(), "cpu")["scheduler_config"] == SchedulerConfig()
     with pytest.raises(ConfigError, match="max_prompt_steps"):
         ModelSettings.from_parameters({"engine_dir": "e", "max_prompt_steps": "0"})
+
+
+def test_an_instance_captures_its_graphs_before_it_is_ready_unless_told_otherwise() -> None:
+    for options, warm_up in (({}, True), ({"warm_up": "False"}, False)):
+        settings = ModelSettings.from_parameters({"engine_dir": "e", **options})
+        assert ModelSettings.from_parameters(settings.parameters()) == settings
+        assert settings.llm_options(Path(), "cpu")["cuda_graph_config"] == CudaGraphConfig(warm_up=warm_up)
 
 
 def test_the_cache_of_states_is_the_llms_own() -> None:
