@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from trtllm_replayssm.config import NGramDecodingConfig
 
-# An n-gram is one number: a 1, then its tokens of so many bits each. A shift makes it of the shorter one before, and it is
-# found faster than a tuple: looking is most of what a step pays for drafts that are not found.
+# An n-gram is one number: a 1, then its tokens of so many bits each. A shift makes it of the shorter one before, and it
+# is found faster than a tuple: looking is most of what a step pays for drafts that are not found.
 _TOKEN_BITS = 32
 
 
