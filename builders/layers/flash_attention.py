@@ -67,13 +67,14 @@ def is_flash(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.devi
 def own_length_rows(n_heads: int, device: torch.device) -> int:
     """Return from how many rows on attention takes what the rows' own lengths ask for, whatever key length is allowed.
 
-    The kernel shares out a row's keys, by that length, only where the rows' key heads are fewer than multiprocessors.
+    The kernel shares out a row's keys, by that length, while rows times key heads are fewer than 1.6 times the
+    multiprocessors (torch's ``flash_api.cpp``); a window's own border, in ``flash_step``, lies below.
 
     Args:
         n_heads: key heads of a row.
         device: where.
     """
-    return -(-_multiprocessors(device) // n_heads)
+    return -(-8 * _multiprocessors(device) // (5 * n_heads))
 
 
 def flash_step(

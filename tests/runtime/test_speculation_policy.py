@@ -137,6 +137,22 @@ def test_one_slow_step_does_not_switch_drafts_off() -> None:
     assert machine.run(100, [0.8]).longest()[-50:].count(LONGEST) >= 49
 
 
+def test_steps_that_wait_for_something_now_and_then_do_not_switch_drafts_off() -> None:
+    """As those that capture a CUDA graph do, or a garbage collection."""
+
+    class Waiting(Machine):
+        def run(self, steps: int, rates: Sequence[float], limit: int = LONGEST) -> Machine:
+            for _ in range(steps // 10):
+                super().run(9, rates, limit)
+                usual, self.cost = self.cost, lambda batch, length: 20.0
+                super().run(1, rates, limit)
+                self.cost = usual
+            return self
+
+    longest = Waiting(bandwidth_bound, SpeculationPolicy(catches_up=False)).run(1000, [0.8] * 8).longest()
+    assert longest.count(LONGEST) > 950
+
+
 def test_limits_are_kept() -> None:
     policy = SpeculationPolicy()
     for step in range(500):

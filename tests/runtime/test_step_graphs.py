@@ -1,5 +1,7 @@
 """Buckets and padding of captured steps; on the CPU "captured" means called again, on the same tensors."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 
 from tests.tiny_models import make_nemotron_h, make_qwen
 from trtllm_replayssm import LLM, CudaGraphConfig, NGramDecodingConfig, ReplayConfig, SamplingParams
-from trtllm_replayssm.errors import ConfigError
+from trtllm_replayssm.errors import CapacityError, ConfigError
 from trtllm_replayssm.runtime.executors.buckets import batch_buckets, bucket_of, key_length_buckets
-from trtllm_replayssm.runtime.executors.step_graphs import GraphKey, StaticInputs, StepGraphs, StepSizes
+from trtllm_replayssm.runtime.executors.step_graphs import CudaCapture, GraphKey, StaticInputs, StepGraphs, StepSizes
 from trtllm_replayssm.runtime.executors.torch_executor import TorchExecutor
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
 
@@ -167,6 +169,45 @@ def test_warming_up_captures_everything_on_padding() -> None:
     for steps, past in enumerate((0, 800, 1400)):
         graphs.step(step_inputs(5, 2, past=past))
         assert len(run.slots) == count + 1 + steps, "a step runs once, and captures nothing"
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()], ids=["memory", "user"])
+def test_warming_up_that_fails_leaves_nothing_on_the_device(tmp_path: Path, failure: BaseException) -> None:
+    llm = LLM(make_qwen(tmp_path / "hf", seed=3), device="cpu", max_batch_size=4)
+    executor = llm._executor
+    assert isinstance(executor, TorchExecutor)
+    captured: list[Callable[[], None]] = []
+
+    def fail_at_the_third(run: Callable[[], None]) -> Callable[[], None]:
+        captured.append(call_again(run))
+        if len(captured) == 3:
+            raise failure
+        return captured[-1]
+
+    sizes = executor._sizes(CudaGraphConfig())
+    executor._graphs = StepGraphs(executor._run, sizes, executor.geometry.vocab_size, CPU, fail_at_the_third)
+    weights = weakref.ref(executor._module)
+    gc.disable()  # what it would find would have stayed until it ran
+    try:
+        with pytest.raises(type(failure)):
+            executor._warm_up(executor._graphs)
+        captured.clear()
+        assert weights() is None and not executor.states
+    finally:
+        gc.enable()
+
+
+def test_no_room_to_capture_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: CudaCapture, run: Callable[[], None]) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(CudaCapture, "_captured", full)
+    capture = CudaCapture.__new__(CudaCapture)
+    capture._device = torch.device("cuda:0")
+    with pytest.raises(
+        CapacityError, match=r"no room on cuda:0 to capture a step \(CUDA out of memory.*max_batch_size"
+    ):
+        capture(lambda: None)
 
 
 @pytest.fixture(scope="module", params=["nemotron_h", "qwen3_5"])

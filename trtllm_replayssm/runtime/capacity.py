@@ -9,13 +9,20 @@ from trtllm_replayssm.contract.geometry import EngineLimits
 from trtllm_replayssm.contract.memory_plan import MemoryPlan, size_text
 from trtllm_replayssm.errors import CapacityError
 
+_EVERYBODYS_POOL = (0, 0)
 _SHORTEST = 256  # no sequence length below this is chosen for a user
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return CUDA's free memory, what torch keeps for itself included; on the CPU, the machine's whole memory."""
+    """Return CUDA's free memory, what torch keeps for anybody included; on the CPU, the machine's whole memory."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        # What it keeps for CUDA graphs is theirs, whether they run or not.
+        kept = sum(
+            segment["total_size"] - segment["allocated_size"]
+            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            if segment["device"] == index and segment["segment_pool_id"] == _EVERYBODYS_POOL
+        )
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

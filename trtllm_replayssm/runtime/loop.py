@@ -200,7 +200,7 @@ class DecodeLoop:
         # The window's last token is never a draft, hence one less than what may still be generated.
         limits = {row.request.request_id: min(longest, row.request.num_remaining - 1) for row in plan.rows}
         drafts = self._drafter.propose(limits)
-        if not drafts:
+        if len(drafts) == 0:
             return plan, ()
         rows, refused = [], []
         for row in plan.rows:

@@ -7,6 +7,7 @@ the run before it, which compiles and loads kernels, has padding rows alone: a s
 outlive a replay, the logits, is outside of it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,10 +16,12 @@ from typing import Protocol
 import torch
 from tqdm.auto import tqdm
 
-from trtllm_replayssm.errors import BackendError
+from trtllm_replayssm.errors import BackendError, CapacityError
 from trtllm_replayssm.runtime.executors.buckets import bucket_of
 from trtllm_replayssm.runtime.inputs import PADDING_SLOT
 from trtllm_replayssm.runtime.step import StepInputs, StepOutputs
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class RunStep(Protocol):
@@ -84,7 +87,7 @@ class StepSizes:
 
     @property
     def keys(self) -> list[GraphKey]:
-        """All graphs there can be, the largest sizes first, so that the others find room in their memory."""
+        """All graphs there can be, prompts and large batches first, so that the others find room in their memory."""
         found = [self.prompt_key(length) for length in reversed(self.prompt_lengths)]
         for rows in reversed(self.batch_sizes):
             lengths = self._key_lengths(rows)[::-1]
@@ -222,8 +225,10 @@ class StepGraphs:
         return found.outputs[0].first(*inputs.input_ids.shape)
 
     def warm_up(self) -> None:
-        """Capture all that there can be: no later step waits for it."""
-        for key in tqdm(self._sizes.keys, desc="capturing steps", unit="step", disable=None):
+        """Capture all that there can be: no later step waits for a capture."""
+        keys = self._sizes.keys
+        _LOGGER.info("%s: capturing %d steps as CUDA graphs", self._device, len(keys))
+        for key in tqdm(keys, desc="capturing steps", unit="step", disable=None):
             if key not in self._captured:
                 self._captured[key] = self._captured_at(key)
 
@@ -257,8 +262,20 @@ class CudaCapture:
         """Run once, then capture; the run must change nothing that a second one would change again.
 
         Raises:
+            CapacityError: the device has no room for the step.
             BackendError: the capture failed.
         """
+        try:
+            return self._captured(run)
+        except torch.OutOfMemoryError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CapacityError(
+                f"CUDA graphs: found no room on {self._device} to capture a step ({reason}); needed what a step works "
+                f"with, and about 1 MiB for each graph. Lower max_batch_size or max_num_tokens, or capture fewer "
+                f"steps (cuda_graph_config; --no_warm_up)."
+            ) from error
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device):
             self._stream.wait_stream(current)
@@ -270,6 +287,8 @@ class CudaCapture:
                 # Other threads may use the device meanwhile, for another model for instance.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     run()
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise BackendError(
                     f"CUDA graph: found a step that cannot be captured ({error}); needed one without allocations and "

@@ -40,8 +40,9 @@ class TorchExecutor:
         returns_hidden_states: let ``step`` return them as well.
 
     Raises:
-        CapacityError: states and weights do not fit the device.
+        CapacityError: states and weights do not fit the device, or the captured steps beside them.
         UnsupportedError: there is no CUDA kernel for the model's shapes.
+        BackendError: a step cannot be captured.
     """
 
     name = "torch"
@@ -89,8 +90,7 @@ class TorchExecutor:
         if cuda_graphs is not None and device.type == "cuda":
             self._graphs = StepGraphs(self._run, self._sizes(cuda_graphs), geometry.vocab_size, device)
             if cuda_graphs.warm_up:
-                with torch.inference_mode():
-                    self._graphs.warm_up()
+                self._warm_up(self._graphs)
 
     @property
     def states(self) -> tuple[pools.State, ...]:
@@ -138,6 +138,14 @@ class TorchExecutor:
             prompt_buckets(min(self._captured_prompt, self.limits.max_num_tokens), window),
             self._own_length_rows,
         )
+
+    def _warm_up(self, graphs: StepGraphs) -> None:
+        try:
+            with torch.inference_mode():
+                graphs.warm_up()
+        except BaseException:  # also a user's who does not want to wait
+            self.close()  # the graphs know this executor, which nobody else knows yet: it would stay on the device
+            raise
 
     def _find_own_length_rows(self, how: Execution) -> int | None:
         if not self.geometry.layers_of(LayerType.ATTENTION):

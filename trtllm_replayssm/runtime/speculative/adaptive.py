@@ -62,7 +62,7 @@ class AdaptiveDrafter:
         self._clock = time.perf_counter
         self._wanted: dict[int, int] = {}  # where drafts were wanted
         self._drafts: dict[int, tuple[int, ...]] = {}  # of the same sequences
-        self._num_sequences = 0
+        self._asked: Mapping[int, int] = {}  # the limits of the step's sequences
         self._started: float | None = None
         self._counts = (0, 0)
 
@@ -74,7 +74,7 @@ class AdaptiveDrafter:
         """Ask for as many drafts as pay."""
         if self._gate is not None:
             self._gate.add(*self._counts)
-        self._counts, self._num_sequences = (0, 0), len(limits)
+        self._counts, self._asked = (0, 0), limits
         self._started = self._clock()
         if self._is_free:
             found = self.drafter.propose(limits)
@@ -89,7 +89,7 @@ class AdaptiveDrafter:
 
     def observe(self, request_id: int, token_ids: Sequence[int]) -> None:
         """Note which drafts were accepted; the first call after ``propose`` ends the step's time."""
-        if self._started is not None and self._num_sequences:
+        if self._started is not None and request_id in self._asked:
             self._record_time(self._clock() - self._started)
         if token_ids and request_id in self._drafts:
             self._record_drafts(request_id, self._drafts.pop(request_id), token_ids)
@@ -117,7 +117,7 @@ class AdaptiveDrafter:
     def _record_time(self, seconds: float) -> None:
         self._started = None
         if self._policy is not None:
-            self._policy.record_time(self._num_sequences, max(self._wanted.values(), default=0), seconds)
+            self._policy.record_time(len(self._asked), max(self._wanted.values(), default=0), seconds)
 
     def _record_drafts(self, request_id: int, drafts: tuple[int, ...], token_ids: Sequence[int]) -> None:
         # The last token is the target's own; where the sequence ended within its drafts, that one was accepted as well.

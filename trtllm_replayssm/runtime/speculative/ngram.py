@@ -25,7 +25,7 @@ class NGramIndex:
         self._next_position: dict[int, int] = {}
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens; O(max_size) each."""
+        """Append tokens, Python's own numbers below 2^32; O(max_size) each."""
         suffixes, positions, end = self._suffixes, self._next_position, len(self.tokens)
         for token_id in token_ids:
             for suffix in suffixes:

@@ -28,7 +28,7 @@ _SMOOTHING = 0.2  # weight of the newest time
 _SHORTEST = 1e-9  # seconds: a clock may stand still
 _OUTLIER = 4.0  # times longer than so many means count as so many
 _SAMPLES = 2  # of a time, before it is believed
-_BURST = 1 + _SAMPLES  # steps with drafts in a row to measure one: the first pays for what was not drafted before
+_BURST = 1 + _SAMPLES  # steps with drafts to measure one: the first may pay for what was not drafted before
 _PLAIN_INTERVAL = 128
 _FIRST_SHARE, _LAST_SHARE = 1 / 64, 1 / 512  # of the time, for measuring drafts that do not pay
 
@@ -66,13 +66,17 @@ class _History:
 
 @dataclass
 class _Seconds:
-    """Running mean of one kind of step."""
+    """Running mean of one kind of step. A lone step that took far longer waited for something, and does not count."""
 
     mean: float = 0.0
     num_samples: int = 0
+    has_outlier: bool = False  # the last step was one
 
     def add(self, seconds: float) -> None:
         if self.num_samples:
+            was_outlier, self.has_outlier = self.has_outlier, seconds > _OUTLIER * self.mean
+            if self.has_outlier and not was_outlier:
+                return
             seconds = min(seconds, _OUTLIER * self.mean)
         weight = max(_SMOOTHING, 1.0 / (self.num_samples + 1))
         self.mean += weight * (seconds - self.mean)
@@ -187,7 +191,7 @@ class SpeculationPolicy:
         """Note how long a step took, its drafts included.
 
         Args:
-            num_sequences: as many as ``lengths`` was asked about.
+            num_sequences: of the step, those without drafts, too.
             length: the longest that it answered.
             seconds: of drafting and of the step itself.
         """
