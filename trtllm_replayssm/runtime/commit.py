@@ -23,11 +23,11 @@ def commit(plan: StepPlan, verdicts: Sequence[Verdict], slots: Slots, replay: Re
         slots: in-out, the counters.
         replay: history and window of the executor.
     """
-    rows = np.array([row.slot for row in plan.rows])
+    rows = plan.row_slots
     accepted = np.array([verdict.num_accepted_tokens for verdict in verdicts], dtype=np.int32)
     assert len(accepted) == len(rows), "one verdict per row"
     assert (accepted >= 0).all(), "no tokens are taken back"
-    assert (accepted <= [len(row.token_ids) for row in plan.rows]).all(), "more tokens accepted than ran"
+    assert (accepted <= plan.row_lengths).all(), "more tokens accepted than ran"
     c, f = slots.past_lengths[rows], slots.checkpoint_lengths[rows]
     if protocol.is_prefill(plan.window, replay.max_draft_len):
         c, f = protocol.advance_prefill(c, accepted)

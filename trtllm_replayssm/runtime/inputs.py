@@ -1,5 +1,8 @@
 """The dock: a plan becomes the step's device tensors, in one copy to the device."""
 
+from itertools import chain
+from math import prod
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -26,16 +29,12 @@ def build_inputs(plan: StepPlan, slots: Slots, device: torch.device) -> StepInpu
     num_rows, window = plan.num_rows, plan.window
     positions = window if plan.kind == "decode" else 1
     shapes = [(num_rows, window), (num_rows,), (num_rows,), (num_rows,), (num_rows,), (num_rows, positions)]
-    offsets, size = _offsets(shapes)
+    starts, size = _layout(shapes)
     buffer = np.zeros(size, dtype=np.int32)
-    host = [
-        buffer[start : start + int(np.prod(shape))].reshape(shape) for start, shape in zip(offsets, shapes, strict=True)
-    ]
+    host = [buffer[start : start + prod(shape)].reshape(shape) for start, shape in zip(starts, shapes, strict=True)]
     _fill(host, plan, slots)
     packed = to_device(buffer, device)
-    views = [
-        packed[start : start + int(np.prod(shape))].view(shape) for start, shape in zip(offsets, shapes, strict=True)
-    ]
+    views = [packed.as_strided(shape, (*shape[1:], 1), start) for start, shape in zip(starts, shapes, strict=True)]
     input_ids, past_lengths, checkpoint_lengths, num_tokens, slot_ids, logits_indices = views
     return StepInputs(
         input_ids=input_ids,
@@ -45,7 +44,7 @@ def build_inputs(plan: StepPlan, slots: Slots, device: torch.device) -> StepInpu
         slot_ids=slot_ids,
         logits_indices=logits_indices,
         first_slot=plan.first_slot,
-        max_past_length=_max_past_length(plan, slots),
+        max_past_length=int(slots.past_lengths[plan.row_slots].max()),
     )
 
 
@@ -77,16 +76,13 @@ def build_fold_inputs(
     )
 
 
-def _max_past_length(plan: StepPlan, slots: Slots) -> int:
-    return int(slots.past_lengths[[row.slot for row in plan.rows]].max())
-
-
-def _offsets(shapes: list[tuple[int, ...]]) -> tuple[list[int], int]:
-    offsets, end = [], 0
+def _layout(shapes: list[tuple[int, ...]]) -> tuple[list[int], int]:
+    """Return where in a buffer tensors of these shapes begin, and how long it is."""
+    starts, end = [], 0
     for shape in shapes:
-        offsets.append(end)
-        end += -(-int(np.prod(shape)) // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end
+        starts.append(end)
+        end += -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
 
 
 def _fill(host: list[npt.NDArray[np.int32]], plan: StepPlan, slots: Slots) -> None:
@@ -95,11 +91,10 @@ def _fill(host: list[npt.NDArray[np.int32]], plan: StepPlan, slots: Slots) -> No
     past_lengths[:] = slots.past_lengths[of_step]
     checkpoint_lengths[:] = slots.checkpoint_lengths[of_step]
     slot_ids[:] = PADDING_SLOT
-    slots_of_rows = np.array([planned.slot for planned in plan.rows])
-    rows, columns = slots_of_rows - plan.first_slot, np.arange(plan.window)
-    counts = np.array([len(planned.token_ids) for planned in plan.rows])
+    rows, columns, counts = plan.row_slots - plan.first_slot, np.arange(plan.window), plan.row_lengths
     num_tokens[rows] = counts
-    slot_ids[rows] = slots_of_rows
+    slot_ids[rows] = plan.row_slots
     logits_indices[rows] = counts[:, None] - 1 if plan.kind == "prompt" else np.minimum(columns, counts[:, None] - 1)
-    row_of_token, column_of_token = np.nonzero(columns < counts[:, None])
-    input_ids[rows[row_of_token], column_of_token] = [t for planned in plan.rows for t in planned.token_ids]
+    windows = np.zeros((len(rows), plan.window), dtype=np.int32)
+    windows[columns < counts[:, None]] = list(chain.from_iterable(planned.token_ids for planned in plan.rows))
+    input_ids[rows] = windows

@@ -41,7 +41,7 @@ class PromptSharing:
         for request in followers:
             assert request.slot is not None, "a follower waits in a slot"
             self._slots.resume(request.slot, c, f)
-            rows.append(replace(leader, request=request, slot=request.slot, ran_in=leader.slot))
+            rows.append(leader._replace(request=request, slot=request.slot, ran_in=leader.slot))
         return replace(plan, rows=tuple(rows))
 
     def copy_states(self, plan: StepPlan) -> None:

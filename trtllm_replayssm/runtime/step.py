@@ -3,12 +3,17 @@
 Symbols: ``B`` rows, ``S`` window tokens, ``J`` logit positions, ``V`` vocabulary. A row lives for one step; a slot
 belongs to a request. Row i of a step stands for slot ``first_slot + i``, because TensorRT's linear cache update writes
 cache row i for batch row i.
+
+What each step makes one of for every row is a named tuple: the device waits meanwhile, and a frozen dataclass takes
+several times as long to make.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trtllm_replayssm.errors import ReplaySSMError
@@ -18,8 +23,7 @@ from trtllm_replayssm.runtime.request import Request
 StepKind = Literal["prompt", "decode"]
 
 
-@dataclass(frozen=True)
-class RowPlan:
+class RowPlan(NamedTuple):
     """One request's window in this step.
 
     Attributes:
@@ -50,7 +54,7 @@ class RowPlan:
 
     def with_drafts(self, drafts: tuple[int, ...]) -> "RowPlan":
         """Return the row with draft tokens appended to its window."""
-        return replace(self, token_ids=self.token_ids + drafts, num_drafts=len(drafts))
+        return self._replace(token_ids=self.token_ids + drafts, num_drafts=len(drafts))
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,17 @@ class StepPlan:
     @cached_property
     def window(self) -> int:
         """S, the longest window of a row."""
-        return max(len(row.token_ids) for row in self.rows)
+        return int(self.row_lengths.max())
+
+    @cached_property
+    def row_slots(self) -> npt.NDArray[np.int64]:
+        """The slot of each row."""
+        return np.array([row.slot for row in self.rows])
+
+    @cached_property
+    def row_lengths(self) -> npt.NDArray[np.int64]:
+        """How many window tokens each row has."""
+        return np.array([len(row.token_ids) for row in self.rows])
 
 
 @dataclass(frozen=True)
@@ -131,8 +145,7 @@ class StepOutputs:
         return StepOutputs(self.logits[:num_rows], None if hidden is None else hidden[:num_rows, :window])
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What was decided about one row's window.
 
     Attributes:
