@@ -16,10 +16,14 @@ conventional, prefill           [c > 0] state                                   
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trtllm_replayssm.contract import memory, protocol
 from trtllm_replayssm.contract.geometry import ModelGeometry, ReplayGeometry
@@ -101,16 +105,19 @@ _COUNTER_OF_END: dict[FinishReason, str] = {
 }
 
 
+Lengths = npt.NDArray[np.integer[Any]]
+
+
 @dataclass(frozen=True)
-class RowTraffic:
-    """State bytes that one row of a step moves."""
+class Traffic:
+    """State bytes that the rows of a step move together."""
 
     read: int
     written: int
 
 
 class StateTraffic:
-    """The byte formulae of one model.
+    """The byte formulae of one model, added up over the rows of a step.
 
     Args:
         geometry: the model.
@@ -122,16 +129,17 @@ class StateTraffic:
         self._state_bytes = memory.checkpoint_bytes(geometry, replay.state_dtype)
         self._ring_row_bytes = memory.ring_row_bytes(geometry)
 
-    def replayed(self, c: int, f: int, n: int, *, is_prefill: bool, is_flush: bool) -> RowTraffic:
+    def replayed(self, c: Lengths, f: Lengths, n: Lengths, *, is_prefill: bool, num_flushes: int) -> Traffic:
         """Return what checkpoint and rings move."""
-        read = (self._state_bytes if f > 0 else 0) + (c - f) * self._ring_row_bytes
+        read = self._state_bytes * int(np.count_nonzero(f)) + self._ring_row_bytes * int((c - f).sum())
         if is_prefill:
-            return RowTraffic(read, self._state_bytes)
-        return RowTraffic(read, n * self._ring_row_bytes + (self._state_bytes if is_flush else 0))
+            return Traffic(read, self._state_bytes * len(n))
+        return Traffic(read, self._ring_row_bytes * int(n.sum()) + self._state_bytes * num_flushes)
 
-    def conventional(self, c: int, n: int, *, is_prefill: bool) -> RowTraffic:
+    def conventional(self, c: Lengths, n: Lengths, *, is_prefill: bool) -> Traffic:
         """Return what a state that is rewritten for every token moves."""
-        return RowTraffic(self._state_bytes if c > 0 else 0, self._state_bytes * (1 if is_prefill else n))
+        num_states = len(n) if is_prefill else int(n.sum())
+        return Traffic(self._state_bytes * int(np.count_nonzero(c)), self._state_bytes * num_states)
 
 
 class MetricsRecorder:
@@ -162,26 +170,36 @@ class MetricsRecorder:
             else:
                 counters.num_decode_steps += 1
                 counters.num_decode_rows += len(plan.rows)
-            for row in plan.rows:
-                counters.num_draft_tokens += row.num_drafts
-                self._count_traffic(
-                    int(slots.past_lengths[row.slot]),
-                    int(slots.checkpoint_lengths[row.slot]),
-                    len(row.token_ids),
-                    is_prefill=protocol.is_prefill(plan.window, self._replay.max_draft_len),
-                )
+            counters.num_draft_tokens += sum(row.num_drafts for row in plan.rows)
+            self._count_traffic(
+                slots.past_lengths[plan.row_slots],
+                slots.checkpoint_lengths[plan.row_slots],
+                plan.row_lengths,
+                is_prefill=protocol.is_prefill(plan.window, self._replay.max_draft_len),
+            )
 
     def count_tokens(self, plan: StepPlan, verdicts: Sequence[Verdict], appended: Sequence[tuple[int, ...]]) -> None:
         """Count what a step added to its sequences."""
         now = time.perf_counter()
+        waits: Counter[tuple[float, int]] = Counter()  # those of a step are mostly the same
         with self._lock:
             for row, verdict, token_ids in zip(plan.rows, verdicts, appended, strict=True):
-                self._counters.num_generated_tokens += len(token_ids)
+                num_tokens = len(token_ids)
+                self._counters.num_generated_tokens += num_tokens
                 # The last of a verdict's tokens is the target's own, where it has one; a sequence may also end before.
-                drafts = max(0, len(verdict.new_token_ids) - (verdict.error is None))
-                self._counters.num_accepted_drafts += min(drafts, len(token_ids))
-                if token_ids:
-                    self._count_wait(row.request, len(token_ids), now)
+                drafts = len(verdict.new_token_ids) - (verdict.error is None)
+                if drafts > 0:
+                    self._counters.num_accepted_drafts += min(drafts, num_tokens)
+                if not num_tokens:
+                    continue
+                request = row.request
+                if request.last_token_s is None:
+                    self._latencies.time_to_first_token.add(now - request.arrived_s)
+                else:
+                    waits[request.last_token_s, num_tokens] += num_tokens
+                request.last_token_s = now
+            for (since, num_tokens), times in waits.items():
+                self._latencies.inter_token.add((now - since) / num_tokens, times)
 
     def count_end(self, request: Request) -> None:
         """Count a sequence that has ended, in whatever way."""
@@ -231,26 +249,18 @@ class MetricsRecorder:
         self._counters.num_prompt_tokens += new
         self._counters.num_recomputed_tokens += length - new
 
-    def _count_wait(self, request: Request, num_tokens: int, now: float) -> None:
-        if request.last_token_s is None:
-            self._latencies.time_to_first_token.add(now - request.arrived_s)
-        else:
-            self._latencies.inter_token.add((now - request.last_token_s) / num_tokens, num_tokens)
-        request.last_token_s = now
-
-    def _count_traffic(self, c: int, f: int, n: int, *, is_prefill: bool) -> None:
+    def _count_traffic(self, c: Lengths, f: Lengths, n: Lengths, *, is_prefill: bool) -> None:
         replay, counters = self._replay, self._counters
-        is_flush = (
-            not is_prefill
-            and not self._is_conventional
-            and bool(protocol.needs_flush(c, f, history=replay.history, max_draft_len=replay.max_draft_len))
-        )
-        counters.num_flushes += is_flush
+        num_flushes = 0
+        if not (is_prefill or self._is_conventional):
+            flushes = protocol.needs_flush(c, f, history=replay.history, max_draft_len=replay.max_draft_len)
+            num_flushes = int(np.count_nonzero(flushes))
+        counters.num_flushes += num_flushes
         conventional = self._traffic.conventional(c, n, is_prefill=is_prefill)
         moved = (
             conventional
             if self._is_conventional
-            else self._traffic.replayed(c, f, n, is_prefill=is_prefill, is_flush=is_flush)
+            else self._traffic.replayed(c, f, n, is_prefill=is_prefill, num_flushes=num_flushes)
         )
         counters.state_bytes_read += moved.read
         counters.state_bytes_written += moved.written
