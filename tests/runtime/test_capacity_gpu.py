@@ -85,7 +85,7 @@ def test_the_largest_steps_stay_within_the_plan(family: str, dtype: str, graphs:
     for window in (1, 4):
         decode = on_device(step_inputs(64, window, past=2000), device)
         logits = executor.step(decode).logits.flatten(0, 1)
-        choose_tokens(logits, [TokenRule(0.8, 0, 0.9, row, 5) for row in range(len(logits))])
+        choose_tokens(logits, [TokenRule(0.8, 0, 0.9, row) for row in range(len(logits))], [5] * len(logits))
     for length in (1000, 600, PROMPT, 1024):  # with graphs and flash attention, all but the longest are captured
         executor.step(on_device(step_inputs(1, length, positions=1), device))
     torch.cuda.synchronize()

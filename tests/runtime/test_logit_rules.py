@@ -70,16 +70,16 @@ def test_no_bias_and_no_penalty_is_large_enough_for_a_nan(huge: float) -> None:
     hit = [penalties([2, 2], 1.0, huge, huge), penalties([1, 0], 1e-40, 0.0, 0.0), None]
     adjusted = adjust_logits(logits, [{}, {}, {0: huge, 1: huge}], hit, [frozenset()] * 3)
     assert adjusted.isfinite().all()
-    rules = [TokenRule(1.0, 0, 1.0, 3, 0, penalties=rule) for rule in hit[:2]]
-    rules.append(TokenRule(1.0, 0, 1.0, 3, 0, bias={3: huge}))
-    tokens, _ = choose_tokens(logits, rules)
+    rules = [TokenRule(1.0, 0, 1.0, 3, penalties=rule) for rule in hit[:2]]
+    rules.append(TokenRule(1.0, 0, 1.0, 3, bias={3: huge}))
+    tokens, _ = choose_tokens(logits, rules, [0, 0, 0])
     assert (tokens[0] == 2, tokens[2] == 3) == (huge < 0, huge > 0)
 
 
 def test_min_p_keeps_what_is_likely_enough_beside_the_most_likely() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 400).log()
     for min_p, kept in ((0.0, 4), (0.24, 4), (0.26, 3), (0.51, 2), (0.76, 1), (1.0, 1)):
-        tokens, _ = choose_tokens(logits, [TokenRule(1.0, 0, 1.0, 5, at, min_p=min_p) for at in range(400)])
+        tokens, _ = choose_tokens(logits, [TokenRule(1.0, 0, 1.0, 5, min_p=min_p)] * 400, range(400))
         assert set(tokens) == set(range(kept)), f"min_p={min_p}"
 
 
@@ -144,14 +144,14 @@ def test_a_gpu_chooses_what_the_cpu_chooses() -> None:
     logits = 4 * torch.randn(60, 1000, generator=generator)
     tokens = torch.randint(1000, (60, 300), generator=generator).numpy()
     kinds = [
-        TokenRule(0.0, 0, 1.0, 1, 0),
-        TokenRule(0.0, 0, 1.0, 1, 0, bias={3: 9.0, 4: -9.0}, penalties=penalties(tokens[0].tolist(), 1.2, 0.5, 0.1)),
-        TokenRule(0.8, 50, 0.9, 1, 0, min_p=0.01, banned=frozenset({1, 2}), sequence=3),
-        TokenRule(1.0, 0, 1.0, 1, 0, bias={3: 5.0}),
+        TokenRule(0.0, 0, 1.0, 1),
+        TokenRule(0.0, 0, 1.0, 1, bias={3: 9.0, 4: -9.0}, penalties=penalties(tokens[0].tolist(), 1.2, 0.5, 0.1)),
+        TokenRule(0.8, 50, 0.9, 1, min_p=0.01, banned=frozenset({1, 2}), sequence=3),
+        TokenRule(1.0, 0, 1.0, 1, bias={3: 5.0}),
     ]
     rules = []
     for row in range(60):
-        rule = replace(kinds[row % 4], position=row)
+        rule = kinds[row % 4]
         if row % 5 == 0:
             rule = replace(rule, mask=random_mask(row, 1000))
         if row % 3 == 0:
@@ -161,7 +161,7 @@ def test_a_gpu_chooses_what_the_cpu_chooses() -> None:
     adjusted = [adjust_logits(where, *lists).cpu() for where in (logits, logits.cuda())]
     torch.testing.assert_close(adjusted[0], adjusted[1], rtol=1e-6, atol=1e-5)
     (ours, ours_logprobs), (theirs, theirs_logprobs) = (
-        choose_tokens(where, rules) for where in (logits, logits.cuda())
+        choose_tokens(where, rules, range(60)) for where in (logits, logits.cuda())
     )
     assert ours == theirs
     assert ours_logprobs == pytest.approx(theirs_logprobs, abs=1e-5)

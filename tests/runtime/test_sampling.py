@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 from trtllm_replayssm.runtime import sampling
 from trtllm_replayssm.runtime.sampling import TokenRule, choose_tokens, uniform
 
-GREEDY = TokenRule(temperature=0.0, top_k=0, top_p=1.0, seed=0, position=0)
+GREEDY = TokenRule(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 
 def sampled(logits: list[float], count: int, **rule: float) -> torch.Tensor:
     """Draw at positions 0..count-1 and return how often each token came."""
-    rules = [
-        TokenRule(rule.get("temperature", 1.0), int(rule.get("top_k", 0)), rule.get("top_p", 1.0), 11, position)
-        for position in range(count)
-    ]
-    tokens, _ = choose_tokens(torch.tensor([logits]).expand(count, -1), rules)
+    drawn = TokenRule(rule.get("temperature", 1.0), int(rule.get("top_k", 0)), rule.get("top_p", 1.0), 11)
+    tokens, _ = choose_tokens(torch.tensor([logits]).expand(count, -1), [drawn] * count, range(count))
     return torch.bincount(torch.tensor(tokens), minlength=len(logits))
 
 
@@ -36,22 +33,21 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float
 
 def test_greedy_takes_the_maximum_and_the_lowest_id_among_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0], [-1.0, -2.0, -1.5, -0.5]])
-    assert choose_tokens(logits, [GREEDY] * 3)[0] == [1, 0, 3]
+    assert choose_tokens(logits, [GREEDY] * 3, [0] * 3)[0] == [1, 0, 3]
 
 
 def test_logprobs_are_those_of_the_unchanged_logits() -> None:
     logits = torch.tensor([[0.5, 2.0, -1.0], [0.5, 2.0, -1.0]])
-    cold = TokenRule(0.2, 1, 0.5, 0, 0)
-    _, logprobs = choose_tokens(logits, [GREEDY, cold])
+    cold = TokenRule(0.2, 1, 0.5, 0)
+    _, logprobs = choose_tokens(logits, [GREEDY, cold], [0, 0])
     assert logprobs == pytest.approx([logits[0].log_softmax(-1)[1].item()] * 2, abs=1e-6)
 
 
 def test_banned_tokens_are_never_chosen_and_the_logits_stay_as_they_are() -> None:
     logits = torch.tensor([[9.0, 5.0, 1.0]] * 40)
     before = logits.clone()
-    rules = [TokenRule(0.0, 0, 1.0, 0, 0, frozenset({0}))]
-    rules += [TokenRule(1.0, 0, 1.0, 3, position, frozenset({0, 1})) for position in range(39)]
-    tokens, _ = choose_tokens(logits, rules)
+    rules = [TokenRule(0.0, 0, 1.0, 0, frozenset({0}))] + [TokenRule(1.0, 0, 1.0, 3, frozenset({0, 1}))] * 39
+    tokens, _ = choose_tokens(logits, rules, [0, *range(39)])
     assert tokens == [1] + [2] * 39
     assert torch.equal(logits, before)
 
@@ -107,19 +103,19 @@ def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> No
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 6), min_size=1, max_size=6, unique=True))
 def test_a_token_does_not_depend_on_the_rows_beside_it(seed: int, rows: list[int]) -> None:
     logits = torch.randn(7, 33, generator=torch.Generator().manual_seed(5))
-    rules = [TokenRule(0.8, 10, 0.9, seed, position) for position in range(7)]
-    together, _ = choose_tokens(logits, rules)
-    some, _ = choose_tokens(logits[rows], [rules[row] for row in rows])
+    rule = TokenRule(0.8, 10, 0.9, seed)
+    together, _ = choose_tokens(logits, [rule] * 7, range(7))
+    some, _ = choose_tokens(logits[rows], [rule] * len(rows), rows)
     assert some == [together[row] for row in rows]
 
 
 @pytest.mark.parametrize("most", [1, 50, 101])
 def test_rows_are_sampled_in_parts_as_all_at_once(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(3))
-    rules = [TokenRule(0.9 * (row % 3 > 0), 0, 1.0, 5, row) for row in range(9)]
-    together = choose_tokens(logits, rules)
+    rules = [TokenRule(0.9 * (row % 3 > 0), 0, 1.0, 5) for row in range(9)]
+    together = choose_tokens(logits, rules, range(9))
     monkeypatch.setattr(sampling, "SAMPLED_LOGITS", most)
-    assert choose_tokens(logits, rules) == together
+    assert choose_tokens(logits, rules, range(9)) == together
 
 
 def test_random_numbers_differ_by_seed_sequence_and_position_and_repeat() -> None:

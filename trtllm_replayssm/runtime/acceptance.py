@@ -10,6 +10,7 @@ Penalties and bans of a position are those of the sequence with the drafts befor
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,12 +32,10 @@ def count_accepted(drafts: Sequence[int], target_tokens: Sequence[int]) -> int:
         drafts: the draft tokens of the window, n - 1 of them.
         target_tokens: the target's token after each of the n window tokens.
     """
-    accepted = 1
-    for draft, target in zip(drafts, target_tokens[:-1], strict=True):
-        if draft != target:
-            break
-        accepted += 1
-    return accepted
+    agreed = 0
+    while agreed < len(drafts) and drafts[agreed] == target_tokens[agreed]:
+        agreed += 1
+    return 1 + agreed
 
 
 def judge(plan: StepPlan, logits: torch.Tensor) -> tuple[Verdict, ...]:
@@ -69,60 +68,56 @@ def _judge_alone(row: RowPlan, first_slot: int, logits: torch.Tensor) -> Verdict
 
 def _judge_rows(plan_rows: Sequence[RowPlan], first_slot: int, logits: torch.Tensor) -> tuple[Verdict, ...]:
     rules: list[TokenRule] = []
-    places: list[tuple[int, int]] = []
+    positions: list[int] = []
+    places: list[int] = []
+    wanted: list[int | None] = []
+    ends: list[int] = []
+    num_positions = logits.shape[1]
     for row in plan_rows:
+        request, place = row.request, (row.source_slot - first_slot) * num_positions
+        position, num_logprobs = request.num_tokens, request.params.logprobs
         for j, mask in enumerate(_masks(row)):
             rules.append(_rule(row, j, mask))
-            places.append((row.source_slot - first_slot, j))
+            positions.append(position + j)
+            places.append(place + j)
+            wanted.append(num_logprobs)
+        ends.append(len(rules))
     if not rules:
         return tuple(Verdict(len(row.token_ids), (), ()) for row in plan_rows)
-    targets = _at(logits, places)
-    tokens, logprobs = choose_tokens(targets, rules)
-    wanted = [row.request.params.logprobs for row in plan_rows for _ in range(_num_targets(row))]
-    top = top_logprobs(targets, tokens, wanted)
+    targets = _at(logits.flatten(0, 1), places)
+    chosen, values = choose_tokens(targets, rules, positions)
+    # The step has run: from here until the next one is launched the device waits for the host.
+    tokens, logprobs, top = tuple(chosen), tuple(values), tuple(top_logprobs(targets, chosen, wanted))
     verdicts, start = [], 0
-    for row in plan_rows:
-        end = start + _num_targets(row)
+    for row, end in zip(plan_rows, ends, strict=True):
         verdicts.append(_verdict(row, rules[start:end], tokens[start:end], logprobs[start:end], top[start:end]))
         start = end
     return tuple(verdicts)
 
 
-def _at(logits: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return the logits [B, J, V] at places (row, position): [M, V]; a view where the places are the first ones."""
-    flat = logits.flatten(0, 1)
-    wanted = np.array([row * logits.shape[1] + position for row, position in places])
+def _at(logits: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Return the logits [B * J, V] at places: [M, V]; a view where the places are the first ones."""
+    wanted = np.array(places)
     if np.array_equal(wanted, np.arange(len(wanted))):
-        return flat[: len(wanted)]
-    return flat[to_device(wanted, logits.device)]
-
-
-def _num_targets(row: RowPlan) -> int:
-    return 1 + row.num_drafts if row.is_sampled else 0
+        return logits[: len(wanted)]
+    return logits[to_device(wanted, logits.device)]
 
 
 def _masks(row: RowPlan) -> list[TokenMask | None]:
     """Return what the request's grammar, if it has one, allows at each position that is sampled."""
-    count, grammar = _num_targets(row), row.request.grammar
-    return [None] * count if grammar is None or not count else grammar.masks(row.drafts)
+    if not row.is_sampled:
+        return []
+    grammar = row.request.grammar
+    return [None] * (1 + row.num_drafts) if grammar is None else grammar.masks(row.drafts)
 
 
 def _rule(row: RowPlan, j: int, mask: TokenMask | None) -> TokenRule:
-    request, params = row.request, row.request.params
+    request = row.request
     before = row.drafts[:j]  # the token at j is of use only if these are generated
-    return TokenRule(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=request.seed,
-        position=request.num_tokens + j,
-        bias=params.logit_bias,
-        penalties=_penalties(request, before),
-        banned=request.banned_after(before),
-        mask=mask,
-        sequence=request.index,
-    )
+    penalties, banned = _penalties(request, before), request.banned_after(before)
+    if penalties is None and mask is None and not banned:
+        return request.token_rule
+    return replace(request.token_rule, penalties=penalties, banned=banned, mask=mask)
 
 
 def _penalties(request: Request, drafts: Sequence[int]) -> Penalties | None:
@@ -137,15 +132,16 @@ def _penalties(request: Request, drafts: Sequence[int]) -> Penalties | None:
 def _verdict(
     row: RowPlan,
     rules: Sequence[TokenRule],
-    tokens: list[int],
-    logprobs: list[float],
-    top: list[dict[int, Logprob] | None],
+    tokens: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    top: tuple[dict[int, Logprob] | None, ...],
 ) -> Verdict:
     if not row.is_sampled:
         return Verdict(len(row.token_ids), (), ())
     kept = count_accepted(row.drafts, tokens)
-    problems = (_problem(row, j, rules[j], tokens[j], logprobs[j]) for j in range(kept))
-    good, error = next(((j, problem) for j, problem in enumerate(problems) if problem is not None), (kept, None))
+    good, error = 0, None
+    while good < kept and (error := _problem(row, good, rules[good], tokens[good], logprobs[good])) is None:
+        good += 1
     if error is not None and not good:
         return _refusal(error)
     # A prompt piece stays whole; of a decode window the newest token and the accepted drafts stay. The tokens before
@@ -153,25 +149,25 @@ def _verdict(
     num_accepted = len(row.token_ids) - row.num_drafts + good - 1
     return Verdict(
         num_accepted,
-        tuple(tokens[:good]),
-        tuple(logprobs[:good]),
-        tuple(entries for entries in top[:good] if entries is not None),
+        tokens[:good],
+        logprobs[:good],
+        tuple(filter(None, top[:good])),  # an entry has at least the token itself
         error,
     )
 
 
 def _problem(row: RowPlan, j: int, rule: TokenRule, token: int, logprob: float) -> RequestError | None:
     """Return why the token chosen at a window position is none."""
-    name = f"request {row.request.request_id}"
     if logprob != logprob:
         return RequestError(
-            f"{name}: found logits that are not finite at position {row.request.num_tokens + j}; needed finite ones. "
-            f"A float16 model may overflow: try dtype 'bfloat16' or 'float32'."
+            f"request {row.request.request_id}: found logits that are not finite at position "
+            f"{row.request.num_tokens + j}; needed finite ones. A float16 model may overflow: try dtype 'bfloat16' or "
+            f"'float32'."
         )
     if rule.mask is not None and not (allows(rule.mask, token) and token not in rule.banned):
         return RequestError(
-            f"{name}: found no token that guided_decoding and the other rules allow; needed one. Bad words, "
-            f"bad_token_ids or min_tokens ban all that the grammar leaves."
+            f"request {row.request.request_id}: found no token that guided_decoding and the other rules allow; needed "
+            f"one. Bad words, bad_token_ids or min_tokens ban all that the grammar leaves."
         )
     return None
 

@@ -12,6 +12,7 @@ from trtllm_replayssm.config import SamplingParams
 from trtllm_replayssm.errors import ReplaySSMError, RequestError, error_text
 from trtllm_replayssm.runtime.guided import GrammarState
 from trtllm_replayssm.runtime.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from trtllm_replayssm.runtime.sampling import TokenRule
 from trtllm_replayssm.runtime.text_stream import TextStream
 
 
@@ -30,6 +31,8 @@ _ALLOWED = {
     RequestState.DECODE: (RequestState.WAITING, RequestState.FINISHED),
     RequestState.FINISHED: (),
 }
+
+_NONE: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -105,6 +108,20 @@ class Request:
         """The same for all sequences of a prompt."""
         return self.request_id - self.index
 
+    @cached_property
+    def token_rule(self) -> TokenRule:
+        """How its tokens are chosen, but for what depends on the tokens before."""
+        params = self.params
+        return TokenRule(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=self.seed,
+            bias=params.logit_bias,
+            sequence=self.index,
+        )
+
     @property
     def is_fresh(self) -> bool:
         """Whether the request is about to run its prompt and nothing else."""
@@ -137,7 +154,9 @@ class Request:
         other tokens are there.
         """
         generated = len(self.token_ids) + len(drafts)
-        ends = self.end_ids.union(self.params.stop_token_ids) if generated < self.params.min_tokens else frozenset()
+        ends = self.end_ids.union(self.params.stop_token_ids) if generated < self.params.min_tokens else _NONE
+        if not self.bad_words:
+            return ends
         return ends.union(word[-1] for word in self.bad_words if self._ends_with(word[:-1], drafts))
 
     def append(self, token_id: int, logprob: float, top_logprobs: dict[int, Logprob] | None = None) -> None:

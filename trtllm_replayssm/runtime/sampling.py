@@ -21,27 +21,25 @@ _SMALLEST_TEMPERATURE = 1e-30  # dividing by less overflows fp32; at this value 
 
 @dataclass(frozen=True)
 class TokenRule:
-    """How one token is chosen.
+    """How a token is chosen; where no token is banned and none has penalties or a mask, how all of a sequence are.
 
     Attributes:
         temperature: 0 is greedy.
         top_k: keep the k most likely; 0 keeps all.
         top_p: keep the fewest whose probability reaches top_p, after top_k.
-        seed: key of the random number.
-        position: counter of the random number: the position of the token in its sequence.
+        seed: key of the random numbers.
         banned: tokens that may not be chosen.
         min_p: of what top_p left, keep what is at least so likely relative to the most likely.
         bias: token id -> what is added to its logit.
         penalties: what the tokens before this one change; None for nothing.
         mask: tokens that may be chosen, as bits; None for all.
-        sequence: key of the random number beside the seed: the number of the sequence among those of its prompt.
+        sequence: key of the random numbers beside the seed: the number of the sequence among those of its prompt.
     """
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
-    position: int
     banned: frozenset[int] = frozenset()
     min_p: float = 0.0
     bias: Mapping[int, float] = field(default_factory=dict)
@@ -50,12 +48,15 @@ class TokenRule:
     sequence: int = 0
 
 
-def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[list[int], list[float]]:
+def choose_tokens(
+    logits: torch.Tensor, rules: Sequence[TokenRule], positions: Sequence[int]
+) -> tuple[list[int], list[float]]:
     """Choose one token for each row of logits.
 
     Args:
         logits: [M, V] fp32.
         rules: M rules.
+        positions: M counters of the random number: the position of each token in its sequence.
 
     Returns:
         M token ids, and M natural log-probabilities under the unchanged logits (NaN where those are not finite).
@@ -74,12 +75,12 @@ def choose_tokens(logits: torch.Tensor, rules: Sequence[TokenRule]) -> tuple[lis
     for start in range(0, len(sampled), most):
         part = sampled[start : start + most]
         where = to_device(np.array(part), logits.device)
-        tokens[where] = _sample(adjusted[where], [rules[index] for index in part])
+        tokens[where] = _sample(adjusted[where], [(rules[index], positions[index]) for index in part])
     # One pass over the logits and one result of their size; logsumexp makes two and passes five times.
     logprobs = -functional.cross_entropy(logits, tokens, reduction="none")
     # One copy to the host, which waits for the step here and nowhere else; fp64 holds both as they are.
     ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
-    return [int(token) for token in ids], values
+    return list(map(int, ids)), values
 
 
 def uniform(seed: int, position: int, sequence: int = 0) -> float:
@@ -89,7 +90,7 @@ def uniform(seed: int, position: int, sequence: int = 0) -> float:
     return float(np.random.Generator(philox).random())
 
 
-def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
+def _sample(logits: torch.Tensor, draws: Sequence[tuple[TokenRule, int]]) -> torch.Tensor:
     vocab_size = logits.shape[-1]
     columns = [
         (
@@ -97,9 +98,9 @@ def _sample(logits: torch.Tensor, rules: Sequence[TokenRule]) -> torch.Tensor:
             rule.top_k or vocab_size,
             rule.top_p,
             rule.min_p,
-            uniform(rule.seed, rule.position, rule.sequence),
+            uniform(rule.seed, position, rule.sequence),
         )
-        for rule in rules
+        for rule, position in draws
     ]
     packed = to_device(np.array(columns, dtype=np.float64).T.copy(), logits.device)[..., None]
     temperature, top_k, top_p, min_p, uniforms = packed.unbind()
