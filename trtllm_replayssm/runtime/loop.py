@@ -136,13 +136,15 @@ class DecodeLoop:
         self._recorder.count_tokens(plan, verdicts, appended)
         changed = list(refused)
         for row, token_ids in zip(plan.rows, appended, strict=True):
-            self._drafter.observe(row.request.request_id, token_ids)
-            if row.request.is_finished:
+            request = row.request
+            self._drafter.observe(request.request_id, token_ids)
+            if request.is_finished:
                 if self.reuse is not None:
-                    self.reuse.keep(row.request, row.slot)
-                self._forget(row.request)
-            if token_ids or row.request.is_finished:
-                changed.append(row.request)
+                    self.reuse.keep(request, row.slot)
+                self._forget(request)
+                changed.append(request)
+            elif token_ids:
+                changed.append(request)
         return tuple(changed)
 
     def end(self, request: Request, reason: FinishReason, error: ReplaySSMError | None = None) -> bool:

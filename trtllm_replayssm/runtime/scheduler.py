@@ -174,18 +174,17 @@ class Scheduler:
         return is_first or (fits and self._prompt_steps < self._max_prompt_steps)
 
     def _plan_decode(self, slots: Sequence[int]) -> StepPlan:
-        rows = tuple(
-            RowPlan(self._running[slot], slot, (self._running[slot].token_ids[-1],), num_drafts=0, is_sampled=True)
-            for slot in slots
-        )
-        return StepPlan("decode", rows, first_slot=0, num_rows=slots[-1] + 1)
+        rows = []
+        for slot in slots:
+            request = self._running[slot]
+            rows.append(RowPlan(request, slot, (request.token_ids[-1],), 0, True))
+        return StepPlan("decode", tuple(rows), first_slot=0, num_rows=slots[-1] + 1)
 
     def _settle_row(self, row: RowPlan, verdict: Verdict) -> tuple[int, ...]:
         request, before = row.request, len(row.request.token_ids)
-        tops = verdict.top_logprobs or (None,) * len(verdict.new_token_ids)
-        for token_id, logprob, top in zip(verdict.new_token_ids, verdict.logprobs, tops, strict=True):
-            if request.is_finished:
-                break
+        new_token_ids = verdict.new_token_ids
+        tops = verdict.top_logprobs or (None,) * len(new_token_ids)
+        for token_id, logprob, top in zip(new_token_ids, verdict.logprobs, tops, strict=True):
             if request.state is RequestState.PREFILL:
                 request.move_to(RequestState.DECODE)
             try:
@@ -194,11 +193,14 @@ class Scheduler:
                 request.end("error", error)
             except BaseException as error:  # noqa: BLE001 - one request's trouble; what Rust panics with is no Exception
                 request.end("error", text_failure(request.request_id, error))
-        if verdict.error is not None and not request.is_finished:
-            request.end("error", verdict.error)
+            if request.is_finished:
+                break
+        else:
+            if verdict.error is not None:
+                request.end("error", verdict.error)
         if request.is_finished:
             self._release(request)
-        return tuple(request.token_ids[before:])
+        return new_token_ids[: len(request.token_ids) - before]
 
     def _release(self, request: Request) -> None:
         if request.slot is not None:
