@@ -37,7 +37,7 @@ class RequestHandle:
         owner: object = None,
     ) -> None:
         self.sequences = tuple(sequences)
-        self._is_streaming = is_streaming
+        self.is_streaming = is_streaming
         self._abort = abort
         self._owner = owner
         self._changed = threading.Condition()
@@ -131,7 +131,7 @@ class RequestHandle:
     def publish(self) -> Iterable[Waiter]:
         """Show what the sequences are now; for the worker alone, which then wakes the returned waiters."""
         is_done = all(sequence.is_finished for sequence in self.sequences)
-        if not (is_done or self._is_streaming):
+        if not (is_done or self.is_streaming):
             return ()
         first, *others = self.sequences
         output = first.output(*others)

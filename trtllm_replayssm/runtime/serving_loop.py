@@ -236,14 +236,20 @@ class ServingLoop:
 
     def _publish(self, changed: Iterable[Request]) -> None:
         """Show users what became of requests; nothing is counted after its user has been told."""
-        changed = tuple(changed)
-        finished = [request.request_id for request in changed if request.is_finished]
-        handles = {handle.request_id: handle for handle in (self._handles[request.request_id] for request in changed)}
+        finished: list[int] = []
+        handles: dict[RequestHandle, None] = {}  # a set in the order of the requests
+        for request in changed:
+            handle = self._handles[request.request_id]
+            if request.is_finished:
+                finished.append(request.request_id)
+            elif not handle.is_streaming:
+                continue  # it shows the end alone
+            handles[handle] = None
         with self._letters:
             self._num_unfinished -= len(finished)
         waiters: list[Waiter] = []
         try:
-            for handle in handles.values():
+            for handle in handles:
                 waiters += handle.publish()
             for request_id in finished:
                 del self._handles[request_id]
