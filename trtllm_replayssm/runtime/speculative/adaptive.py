@@ -78,8 +78,8 @@ class AdaptiveDrafter:
         self._started = self._clock()
         if self._is_free:
             found = self.drafter.propose(limits)
-            useful = {i: min(limit, len(found.get(i, ()))) for i, limit in limits.items()} if found else {}
-            lengths = self._lengths(useful)
+            useful = {i: min(limits[i], len(drafts)) for i, drafts in found.items()}
+            lengths = self._lengths(dict.fromkeys(limits, 0) | useful if useful else {})
         else:
             lengths = self._lengths(limits)
             found = self.drafter.propose(lengths)

@@ -43,13 +43,16 @@ class NGramIndex:
         """
         if limit <= 0:
             return []
-        end = len(self.tokens)
-        for suffix in reversed(self._suffixes):
-            start = self._next_position.get(suffix)
-            if start is not None:
-                period = end - start
-                return [self.tokens[start + i % period] for i in range(limit)]
-        return []
+        start = None
+        for suffix in self._suffixes:
+            found = self._next_position.get(suffix)
+            if found is None:  # nor does a longer one, which ends with this one
+                break
+            start = found
+        if start is None:
+            return []
+        period = len(self.tokens) - start
+        return [self.tokens[start + i % period] for i in range(limit)]
 
 
 class NGramDrafter:
@@ -75,9 +78,11 @@ class NGramDrafter:
 
     def propose(self, limits: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         """Look every sequence's end up in the sequence; those that have none are left out."""
-        longest, indices = self.max_draft_len, self._indices
-        found = ((i, indices[i].continuation(min(limit, longest))) for i, limit in limits.items())
-        return {request_id: drafts for request_id, drafts in found if drafts}
+        found = {}
+        for request_id, limit in limits.items():
+            if drafts := self._indices[request_id].continuation(min(limit, self.max_draft_len)):
+                found[request_id] = drafts
+        return found
 
     def end(self, request_id: int) -> None:
         """Drop the index."""

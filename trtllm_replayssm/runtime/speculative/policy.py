@@ -148,22 +148,24 @@ class SpeculationPolicy:
         Returns:
             sequence -> 0 up to its limit.
         """
-        if not any(limits.values()):
-            return dict.fromkeys(limits, 0)
+        none = dict.fromkeys(limits, 0)
+        wanted = {sequence: limit for sequence, limit in limits.items() if limit}
+        if not wanted:
+            return none
         bucket = self._bucket(len(limits))
         if bucket.burst:
             bucket.burst -= 1
             return dict(limits)
         if bucket.rest:
             bucket.rest -= 1
-            return dict.fromkeys(limits, 0)
+            return none
         priors = self._all.found.value(1.0), self._all.accepted.value(_FIRST_RATE)
-        useful = {sequence: self._useful_chances(sequence, limit, *priors) for sequence, limit in limits.items()}
-        length = _choose(bucket, list(useful.values()))
+        useful = {sequence: self._useful_chances(sequence, limit, *priors) for sequence, limit in wanted.items()}
+        length = _choose(bucket, list(useful.values()), len(limits))
         if length is None:
             bucket.burst = _BURST - 1
             return dict(limits)
-        return {sequence: min(length, len(chances)) for sequence, chances in useful.items()}
+        return none | {sequence: min(length, len(chances)) for sequence, chances in useful.items()}
 
     def record_drafts(self, sequence: int, num_wanted: int, num_drafts: int, num_accepted: int) -> None:
         """Note what became of a sequence's drafts in a step.
@@ -235,14 +237,20 @@ class SpeculationPolicy:
         return chances
 
 
-def _choose(bucket: _Bucket, chances: list[list[float]]) -> int | None:
-    """Return the draft length of a step, or None where drafts do not pay and are to be measured anew."""
+def _choose(bucket: _Bucket, chances: list[list[float]], num_sequences: int) -> int | None:
+    """Return the draft length of a step, or None where drafts do not pay and are to be measured anew.
+
+    Args:
+        bucket: what is known of such steps.
+        chances: for each sequence that wants drafts, how likely each is to be accepted.
+        num_sequences: of the step, those that want none included.
+    """
     longest = max(map(len, chances))
     for length in (longest, 0):
         if not bucket.is_known(length):
             return length
     gains = [sum(of_draft) for of_draft in zip_longest(*chances, fillvalue=0.0)]
-    tokens = list(accumulate(gains, initial=float(len(chances))))
+    tokens = list(accumulate(gains, initial=float(num_sequences)))
     best = max(range(longest + 1), key=lambda length: tokens[length] / bucket.time(length))
     if best:
         bucket.share = _FIRST_SHARE
