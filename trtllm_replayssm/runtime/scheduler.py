@@ -123,8 +123,14 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Plan the next step; there must be work, and ``admit`` must have run."""
-        prefilling = [r for r in self._running.values() if r.state is RequestState.PREFILL]
-        decoding = [slot for slot in sorted(self._running) if self._running[slot].state is RequestState.DECODE]
+        prefilling: list[Request] = []
+        decoding: list[int] = []
+        for slot in sorted(self._running):
+            request = self._running[slot]
+            if request.state is RequestState.PREFILL:
+                prefilling.append(request)
+            else:
+                decoding.append(slot)
         if prefilling:
             row = self._next_piece(min(prefilling, key=self.rank))
             if not decoding or self._may_delay(len(row.token_ids)):
@@ -196,10 +202,10 @@ class Scheduler:
             if request.is_finished:
                 break
         else:
-            if verdict.error is not None:
-                request.end("error", verdict.error)
-        if request.is_finished:
-            self._release(request)
+            if verdict.error is None:
+                return new_token_ids
+            request.end("error", verdict.error)
+        self._release(request)
         return new_token_ids[: len(request.token_ids) - before]
 
     def _release(self, request: Request) -> None:
