@@ -34,6 +34,7 @@ def build_inputs(plan: StepPlan, slots: Slots, device: torch.device) -> StepInpu
     host = [buffer[start : start + prod(shape)].reshape(shape) for start, shape in zip(starts, shapes, strict=True)]
     _fill(host, plan, slots)
     packed = to_device(buffer, device)
+    # The strides of a row-major matrix or vector; a slice and a view would be two calls for each.
     views = [packed.as_strided(shape, (*shape[1:], 1), start) for start, shape in zip(starts, shapes, strict=True)]
     input_ids, past_lengths, checkpoint_lengths, num_tokens, slot_ids, logits_indices = views
     return StepInputs(
