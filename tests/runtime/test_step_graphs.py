@@ -172,42 +172,68 @@ def test_warming_up_captures_everything_on_padding() -> None:
 
 
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()], ids=["memory", "user"])
-def test_warming_up_that_fails_leaves_nothing_on_the_device(tmp_path: Path, failure: BaseException) -> None:
+def test_warming_up_that_fails_leaves_nothing_on_the_device(
+    tmp_path: Path, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(make_qwen(tmp_path / "hf", seed=3), device="cpu", max_batch_size=4)
     executor = llm._executor
     assert isinstance(executor, TorchExecutor)
-    captured: list[Callable[[], None]] = []
+    norm = executor._module.final_norm
+    run, calls = norm.forward, []
 
-    def fail_at_the_third(run: Callable[[], None]) -> Callable[[], None]:
-        captured.append(call_again(run))
-        if len(captured) == 3:
+    def fail_at_the_fifth(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
             raise failure
-        return captured[-1]
+        return run(*arguments)
 
+    # Within the module, whose variables the error then remembers.
+    monkeypatch.setattr(norm, "forward", fail_at_the_fifth)
     sizes = executor._sizes(CudaGraphConfig())
-    executor._graphs = StepGraphs(executor._run, sizes, executor.geometry.vocab_size, CPU, fail_at_the_third)
-    weights = weakref.ref(executor._module)
+    executor._graphs = StepGraphs(executor._run, sizes, executor.geometry.vocab_size, CPU, call_again)
+    weights, graphs = weakref.ref(executor._module), executor._graphs
     gc.disable()  # what it would find would have stayed until it ran
     try:
-        with pytest.raises(type(failure)):
+        with pytest.raises(type(failure)) as found:
             executor._warm_up(executor._graphs)
-        captured.clear()
-        assert weights() is None and not executor.states
+        assert found.value is failure, "which somebody still has"
+        assert weights() is None and not executor.states and not graphs.keys
     finally:
         gc.enable()
 
 
-def test_no_room_to_capture_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: CudaCapture, run: Callable[[], None]) -> Callable[[], None]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+def chained(last: RuntimeError, first: RuntimeError) -> RuntimeError:
+    last.__context__ = first
+    return last
 
-    monkeypatch.setattr(CudaCapture, "_captured", full)
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        chained(torch.AcceleratorError("CUDA error: capture invalidated"), torch.OutOfMemoryError("no room")),
+    ],
+)
+def test_no_room_to_capture_says_what_to_lower(failure: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapacityError, match=r"no room on cuda:0 to capture a step \(CUDA.*max_batch_size"):
+        capture_that_fails(failure, monkeypatch)
+
+
+def test_what_is_no_lack_of_room_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        capture_that_fails(RuntimeError("CUDA error: an illegal memory access was encountered"), monkeypatch)
+
+
+def capture_that_fails(failure: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: CudaCapture, run: Callable[[], None]) -> Callable[[], None]:
+        raise failure
+
+    monkeypatch.setattr(CudaCapture, "_captured", fail)
     capture = CudaCapture.__new__(CudaCapture)
     capture._device = torch.device("cuda:0")
-    with pytest.raises(
-        CapacityError, match=r"no room on cuda:0 to capture a step \(CUDA out of memory.*max_batch_size"
-    ):
-        capture(lambda: None)
+    capture(lambda: None)
 
 
 @pytest.fixture(scope="module", params=["nemotron_h", "qwen3_5"])

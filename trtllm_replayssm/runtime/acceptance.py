@@ -32,6 +32,7 @@ def count_accepted(drafts: Sequence[int], target_tokens: Sequence[int]) -> int:
         drafts: the draft tokens of the window, n - 1 of them.
         target_tokens: the target's token after each of the n window tokens.
     """
+    assert len(target_tokens) == len(drafts) + 1, "the target has a token after each of the window's"
     agreed = 0
     while agreed < len(drafts) and drafts[agreed] == target_tokens[agreed]:
         agreed += 1

@@ -17,6 +17,10 @@ def available_bytes(device: torch.device) -> int:
     """Return CUDA's free memory, what torch keeps for anybody included; on the CPU, the machine's whole memory."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
+        if torch.cuda.memory.get_allocator_backend() != "native":  # the others do not tell pools apart
+            return int(torch.cuda.mem_get_info(device)[0]) + (
+                torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            )
         # What it keeps for CUDA graphs is theirs, whether they run or not.
         kept = sum(
             segment["total_size"] - segment["allocated_size"]

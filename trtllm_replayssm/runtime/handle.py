@@ -37,7 +37,7 @@ class RequestHandle:
         owner: object = None,
     ) -> None:
         self.sequences = tuple(sequences)
-        self.is_streaming = is_streaming
+        self._is_streaming = is_streaming
         self._abort = abort
         self._owner = owner
         self._changed = threading.Condition()
@@ -54,6 +54,11 @@ class RequestHandle:
     def request_id(self) -> int:
         """The number of the request, as in its output."""
         return self.sequences[0].request_id
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether every step's tokens are shown, or the last output alone."""
+        return self._is_streaming
 
     @property
     def finished(self) -> bool:
@@ -131,7 +136,7 @@ class RequestHandle:
     def publish(self) -> Iterable[Waiter]:
         """Show what the sequences are now; for the worker alone, which then wakes the returned waiters."""
         is_done = all(sequence.is_finished for sequence in self.sequences)
-        if not (is_done or self.is_streaming):
+        if not (is_done or self._is_streaming):
             return ()
         first, *others = self.sequences
         output = first.output(*others)

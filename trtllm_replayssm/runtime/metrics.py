@@ -105,7 +105,7 @@ _COUNTER_OF_END: dict[FinishReason, str] = {
 }
 
 
-Lengths = npt.NDArray[np.integer[Any]]
+_RowLengths = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,16 @@ class StateTraffic:
         self._state_bytes = memory.checkpoint_bytes(geometry, replay.state_dtype)
         self._ring_row_bytes = memory.ring_row_bytes(geometry)
 
-    def replayed(self, c: Lengths, f: Lengths, n: Lengths, *, is_prefill: bool, num_flushes: int) -> Traffic:
+    def replayed(
+        self, c: _RowLengths, f: _RowLengths, n: _RowLengths, *, is_prefill: bool, num_flushes: int
+    ) -> Traffic:
         """Return what checkpoint and rings move."""
         read = self._state_bytes * int(np.count_nonzero(f)) + self._ring_row_bytes * int((c - f).sum())
         if is_prefill:
             return Traffic(read, self._state_bytes * len(n))
         return Traffic(read, self._ring_row_bytes * int(n.sum()) + self._state_bytes * num_flushes)
 
-    def conventional(self, c: Lengths, n: Lengths, *, is_prefill: bool) -> Traffic:
+    def conventional(self, c: _RowLengths, n: _RowLengths, *, is_prefill: bool) -> Traffic:
         """Return what a state that is rewritten for every token moves."""
         num_states = len(n) if is_prefill else int(n.sum())
         return Traffic(self._state_bytes * int(np.count_nonzero(c)), self._state_bytes * num_states)
@@ -249,7 +251,7 @@ class MetricsRecorder:
         self._counters.num_prompt_tokens += new
         self._counters.num_recomputed_tokens += length - new
 
-    def _count_traffic(self, c: Lengths, f: Lengths, n: Lengths, *, is_prefill: bool) -> None:
+    def _count_traffic(self, c: _RowLengths, f: _RowLengths, n: _RowLengths, *, is_prefill: bool) -> None:
         replay, counters = self._replay, self._counters
         num_flushes = 0
         if not (is_prefill or self._is_conventional):

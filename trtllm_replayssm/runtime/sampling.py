@@ -62,6 +62,7 @@ def choose_tokens(
         M token ids, and M natural log-probabilities under the unchanged logits (NaN where those are not finite).
         Greedy takes the lowest id among equals.
     """
+    assert len(rules) == len(positions) == len(logits), "a rule and a position for each row"
     adjusted = adjust_logits(
         logits,
         [rule.bias for rule in rules],

@@ -232,6 +232,10 @@ class StepGraphs:
             if key not in self._captured:
                 self._captured[key] = self._captured_at(key)
 
+    def close(self) -> None:
+        """Drop all graphs and their memory."""
+        self._captured.clear()
+
     def _captured_at(self, key: GraphKey) -> _Captured:
         static = StaticInputs(key, self._device)
         shape = (key.num_rows, key.num_positions, self._vocab_size)
@@ -267,7 +271,9 @@ class CudaCapture:
         """
         try:
             return self._captured(run)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not _is_no_room(error):
+                raise
             reason = " ".join(str(error).split())[:300]
             raise CapacityError(
                 f"CUDA graphs: found no room on {self._device} to capture a step ({reason}); needed what a step works "
@@ -287,11 +293,21 @@ class CudaCapture:
                 # Other threads may use the device meanwhile, for another model for instance.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     run()
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
+                if _is_no_room(error):
+                    raise
                 raise BackendError(
                     f"CUDA graph: found a step that cannot be captured ({error}); needed one without allocations and "
                     f"waits of its own. Run without graphs: cuda_graph_config=None."
                 ) from error
         return graph.replay
+
+
+def _is_no_room(error: BaseException | None) -> bool:
+    """Say whether memory ran out: torch's, what a graph takes when it is made, or what a library wants for itself."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text:
+            return True
+        error = error.__context__
+    return False

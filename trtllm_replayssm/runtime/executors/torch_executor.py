@@ -1,5 +1,6 @@
 """Runs the model's torch module as it is, on the CPU or on CUDA: no engine, no TensorRT."""
 
+import traceback
 from collections.abc import Callable, Mapping
 
 import torch
@@ -115,6 +116,8 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Drop the graphs, the pools and the weights; a second call does nothing."""
+        if self._graphs is not None:
+            self._graphs.close()
         self._graphs = None
         self._states = ()
         if hasattr(self, "_module"):
@@ -143,8 +146,10 @@ class TorchExecutor:
         try:
             with torch.inference_mode():
                 graphs.warm_up()
-        except BaseException:  # also a user's who does not want to wait
-            self.close()  # the graphs know this executor, which nobody else knows yet: it would stay on the device
+        except BaseException as error:  # also a user's who does not want to wait
+            # Nobody else knows this executor yet, and what the error remembers of its steps would keep it.
+            self.close()
+            _forget_variables(error)
             raise
 
     def _find_own_length_rows(self, how: Execution) -> int | None:
@@ -153,3 +158,10 @@ class TorchExecutor:
         attention = self.geometry.attention
         assert attention is not None, "a geometry with attention layers describes them"
         return flash_attention.own_length_rows(attention.n_kv_heads, self.device) if how.is_flash else None
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Let go of what the functions held that an error, or one before it, came through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

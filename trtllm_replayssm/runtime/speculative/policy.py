@@ -66,8 +66,14 @@ class _History:
 
 @dataclass
 class _Seconds:
-    """Running mean of one kind of step. A lone step that took far longer waited for something, and does not count."""
+    """Running mean of one kind of step.
 
+    Attributes:
+        ignores_lone: whether a step that took far longer than those before and behind it waited for something, and does
+            not count.
+    """
+
+    ignores_lone: bool
     mean: float = 0.0
     num_samples: int = 0
     has_outlier: bool = False  # the last step was one
@@ -75,7 +81,7 @@ class _Seconds:
     def add(self, seconds: float) -> None:
         if self.num_samples:
             was_outlier, self.has_outlier = self.has_outlier, seconds > _OUTLIER * self.mean
-            if self.has_outlier and not was_outlier:
+            if self.ignores_lone and self.has_outlier and not was_outlier:
                 return
             seconds = min(seconds, _OUTLIER * self.mean)
         weight = max(_SMOOTHING, 1.0 / (self.num_samples + 1))
@@ -128,8 +134,8 @@ class SpeculationPolicy:
     Call ``lengths`` before a step, then ``record_drafts`` for each of its sequences and ``record_time``.
 
     Args:
-        catches_up: whether a step with drafts takes longer after one without, since the drafter makes up for what it
-            missed; where it does not, drafts that are rarely found are measured all the same.
+        catches_up: whether drafting takes longer at times, after steps without drafts for instance, since the drafter
+            makes up for what it missed; where it does not, every step is a measure, but for lone ones that waited.
     """
 
     def __init__(self, *, catches_up: bool = True) -> None:
@@ -205,7 +211,8 @@ class SpeculationPolicy:
         # The first step with drafts after others may pay for what was missed, the first one of its kind for compiling.
         is_like_others = length == 0 or bucket.last > 0 or not self._catches_up
         if length not in bucket.seconds:
-            bucket.seconds[length] = _Seconds()
+            # A drafter that catches up may take long by itself, now and then: for the prompts of newcomers.
+            bucket.seconds[length] = _Seconds(ignores_lone=not self._catches_up)
         elif is_like_others:
             bucket.seconds[length].add(seconds)
         if length:
