@@ -16,19 +16,21 @@ _SHORTEST = 256  # no sequence length below this is chosen for a user
 def available_bytes(device: torch.device) -> int:
     """Return CUDA's free memory, what torch keeps for anybody included; on the CPU, the machine's whole memory."""
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if torch.cuda.memory.get_allocator_backend() != "native":  # the others do not tell pools apart
-            return int(torch.cuda.mem_get_info(device)[0]) + (
-                torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            )
-        # What it keeps for CUDA graphs is theirs, whether they run or not.
-        kept = sum(
-            segment["total_size"] - segment["allocated_size"]
-            for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-            if segment["device"] == index and segment["segment_pool_id"] == _EVERYBODYS_POOL
-        )
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        return int(torch.cuda.mem_get_info(device)[0]) + _kept_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _kept_bytes(device: torch.device) -> int:
+    """Return what torch keeps of a device's memory without using it, but for that of CUDA graphs, which is theirs."""
+    if torch.cuda.memory.get_allocator_backend() != "native":  # the others do not tell pools apart
+        return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["device"] == index and segment["segment_pool_id"] == _EVERYBODYS_POOL
+    )
 
 
 def check_memory(plan: MemoryPlan, device: torch.device) -> None:

@@ -138,12 +138,12 @@ class DecodeLoop:
         for row, token_ids in zip(plan.rows, appended, strict=True):
             request = row.request
             self._drafter.observe(request.request_id, token_ids)
-            if request.is_finished:
+            is_finished = request.is_finished
+            if is_finished:
                 if self.reuse is not None:
                     self.reuse.keep(request, row.slot)
                 self._forget(request)
-                changed.append(request)
-            elif token_ids:
+            if token_ids or is_finished:
                 changed.append(request)
         return tuple(changed)
 

@@ -33,6 +33,8 @@ from trtllm_replayssm.runtime.request import Request
 from trtllm_replayssm.runtime.slots import Slots
 from trtllm_replayssm.runtime.step import RowPlan, StepPlan, Verdict
 
+_RowLengths = npt.NDArray[np.integer[Any]]
+
 
 @dataclass
 class Counters:
@@ -103,9 +105,6 @@ _COUNTER_OF_END: dict[FinishReason, str] = {
     "timeout": "num_timed_out",
     "error": "num_failed",
 }
-
-
-_RowLengths = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)

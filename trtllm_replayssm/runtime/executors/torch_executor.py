@@ -72,8 +72,7 @@ class TorchExecutor:
         how = Execution.of_modules(
             geometry, device.type, is_conventional=conventional, captured_prompt=captured_prompt(cuda_graphs)
         )
-        self._captured_prompt = how.captured_prompt
-        self._own_length_rows = self._find_own_length_rows(how)
+        self._execution = how
         self.memory_plan = plan_memory(geometry, replay, limits, how)
         check_memory(self.memory_plan, device)
         with torch.device("meta"):
@@ -138,9 +137,17 @@ class TorchExecutor:
             key_length_buckets(self.limits.kv_capacity(window)),
             window,
             config.enable_padding,
-            prompt_buckets(min(self._captured_prompt, self.limits.max_num_tokens), window),
-            self._own_length_rows,
+            prompt_buckets(min(self._execution.captured_prompt, self.limits.max_num_tokens), window),
+            self._own_length_rows(),
         )
+
+    def _own_length_rows(self) -> int | None:
+        if not self.geometry.layers_of(LayerType.ATTENTION):
+            return 1
+        attention = self.geometry.attention
+        assert attention is not None, "a geometry with attention layers describes them"
+        is_flash = self._execution.is_flash
+        return flash_attention.own_length_rows(attention.n_kv_heads, self.device) if is_flash else None
 
     def _warm_up(self, graphs: StepGraphs) -> None:
         try:
@@ -151,13 +158,6 @@ class TorchExecutor:
             self.close()
             _forget_variables(error)
             raise
-
-    def _find_own_length_rows(self, how: Execution) -> int | None:
-        if not self.geometry.layers_of(LayerType.ATTENTION):
-            return 1
-        attention = self.geometry.attention
-        assert attention is not None, "a geometry with attention layers describes them"
-        return flash_attention.own_length_rows(attention.n_kv_heads, self.device) if how.is_flash else None
 
 
 def _forget_variables(error: BaseException | None) -> None:

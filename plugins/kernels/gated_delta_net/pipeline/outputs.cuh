@@ -139,8 +139,7 @@ __device__ inline void add_up(ReadSums& read, const ReadSums& low, float factor,
 // What keys and queries read of a head, the pending rows included. They are there, and read the state while values are
 // still on their way and weights made; pending rows are read before the last tile, the one that is waited for longest.
 __device__ inline void read_head(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
-                                 const HeadColumns& columns, ChunkWait& rest, ConsumerTurn& turn,
-                                 ReadSums& read) {
+                                 const HeadColumns& columns, ChunkWait& rest, ConsumerTurn& turn, ReadSums& read) {
   const RowLengths& lengths = tensors.chunk.lengths;
   const bool is_state_read = lengths.is_state_read();
   ReadSums low = {}, pending = {};
@@ -160,8 +159,7 @@ __device__ inline void read_head(const ChunkTensors& tensors, const PipelineShar
 
 // The same in a flush, of the checkpoint that it makes of state and pending rows.
 __device__ inline void fold_head(const ChunkTensors& tensors, const PipelineShared& shared, ChunkBuffer buffer,
-                                 const HeadColumns& columns, ChunkWait& rest, ConsumerTurn& turn,
-                                 ReadSums& read) {
+                                 const HeadColumns& columns, ChunkWait& rest, ConsumerTurn& turn, ReadSums& read) {
   const RowLengths& lengths = tensors.chunk.lengths;
   const float* weights = buffer.row_weights(columns.head);
   ReadSums low = {};
